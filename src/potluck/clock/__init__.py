@@ -1,0 +1,158 @@
+"""Time and heavy work as values, so that the shipping code also runs on a virtual clock.
+
+A host never reads the system's time, starts a thread or blocks the event loop by itself: it asks a `Clock` and an
+`Executor` it was given. `SystemClock` and `ThreadExecutor` are the real ones. `VirtualClock` and `InlineExecutor`
+belong to a `VirtualLoop`: an asyncio event loop whose time jumps to the next timer as soon as nothing is ready, so
+hours pass in milliseconds and the same program gives the same trace each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """Seconds, as values."""
+
+    def now(self) -> float:
+        """Monotonic seconds, from any origin: for intervals and deadlines."""
+        ...
+
+    def time(self) -> float:
+        """Seconds since 1970: for what people read and for certificates."""
+        ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class Executor(Protocol):
+    """Where compute and file work run, away from the event loop."""
+
+    async def run(self, fn: Callable[..., T], *args: Any, cost_s: float = 0.0) -> T:
+        """`fn(*args)`. `cost_s` is what a modelled device would take; the real one ignores it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SystemClock:
+    def now(self) -> float:
+        return time.monotonic()
+
+    def time(self) -> float:
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class ThreadExecutor:
+    """Real threads. One worker keeps submissions in order; more run side by side."""
+
+    def __init__(self, num_threads: int = 1, name: str = "potluck") -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+
+    async def run(self, fn: Callable[..., T], *args: Any, cost_s: float = 0.0) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, fn, *args)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class VirtualClock:
+    """The time of the running `VirtualLoop`; `epoch` is what `time()` shows at its start."""
+
+    def __init__(self, epoch: float = 1_700_000_000.0) -> None:
+        self.epoch = epoch
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def time(self) -> float:
+        return self.epoch + self.now()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class InlineExecutor:
+    """Runs at once and then charges `cost_s` (or `cost(fn)`) of virtual time."""
+
+    def __init__(self, cost: Callable[[Callable[..., Any]], float] | None = None) -> None:
+        self._cost = cost
+
+    async def run(self, fn: Callable[..., T], *args: Any, cost_s: float = 0.0) -> T:
+        result = fn(*args)
+        await asyncio.sleep(cost_s or (self._cost(fn) if self._cost else 0.0))
+        return result
+
+    def close(self) -> None:
+        pass
+
+
+class _JumpingSelector(selectors.BaseSelector):
+    """Never waits: where a real selector would sleep, it moves the loop's time on."""
+
+    def __init__(self) -> None:
+        self._inner = selectors.DefaultSelector()
+        self.elapsed = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = self._inner.select(0)
+        if ready or timeout == 0:
+            return ready
+        if timeout is None:
+            raise DeadlockError("the virtual clock stands still: every coroutine waits for another")
+        self.elapsed += max(timeout, 0.0)
+        return ready
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._inner.register(fileobj, events, data)
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._inner.unregister(fileobj)
+
+    def get_map(self) -> Any:
+        return self._inner.get_map()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class DeadlockError(RuntimeError):
+    """On the virtual clock: nothing is ready and no timer is set, so nothing will ever happen."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop on virtual time. Use `run_virtual`."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+        self._clock_resolution = 1e-9
+
+    def time(self) -> float:
+        return self._jumping.elapsed
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` to its end on a fresh virtual clock, then drop whatever else still runs."""
+    loop = VirtualLoop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(main)
+    finally:
+        pending = asyncio.all_tasks(loop)
+        for task in pending:
+            task.cancel()
+        if pending:
+            loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        asyncio.set_event_loop(None)
+        loop.close()

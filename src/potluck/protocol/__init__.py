@@ -1,0 +1,19 @@
+"""The wire protocol: messages (potluck.proto), its version, and the framing of raw bytes."""
+
+from potluck.protocol import potluck_pb2 as pb
+from potluck.types.errors import VersionMismatch
+
+MAJOR, MINOR = 1, 0
+
+
+def version() -> pb.Version:
+    return pb.Version(major=MAJOR, minor=MINOR)
+
+
+def check_version(theirs: pb.Version, *, who: str) -> None:
+    """Refuse another major version. `who` is the other side, as the subject of the sentence."""
+    if theirs.major != MAJOR:
+        raise VersionMismatch(
+            f"{who} speaks protocol {theirs.major}.{theirs.minor} and this side {MAJOR}.{MINOR}; "
+            "install the same major version of potluck on both machines"
+        )

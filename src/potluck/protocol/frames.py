@@ -1,0 +1,62 @@
+"""Raw frames on the bulk streams: a fixed header, then bytes. No protobuf, since it copies twice.
+
+Chunk of an object (GetObject, PutObject):   offset u64 | length u32 | crc32 u32 | bytes
+Inline tensor (Data):                        head length u32 | head (JSON, utf-8) | part of a TensorBundle
+
+Little-endian. `length` is that of the bytes, so a frame that was cut is seen at once.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from potluck.types.errors import CorruptError
+
+CHUNK_BYTES = 1 << 20
+_CHUNK = struct.Struct("<QII")
+_HEAD = struct.Struct("<I")
+MAX_FRAME_BYTES = 2 * CHUNK_BYTES + 65536
+MAX_HEAD_BYTES = 65536
+CHUNK_HEADER_BYTES = _CHUNK.size
+
+
+def pack_chunk(offset: int, data: bytes | memoryview) -> bytes:
+    return b"".join((_CHUNK.pack(offset, len(data), zlib.crc32(data)), data))
+
+
+def unpack_chunk(frame: bytes) -> tuple[int, memoryview]:
+    """`(offset, bytes)`; CorruptError if the frame was cut or a bit flipped."""
+    if len(frame) < _CHUNK.size:
+        raise CorruptError(f"a chunk frame has {len(frame)} bytes, fewer than its header")
+    offset, length, checksum = _CHUNK.unpack_from(frame)
+    data = memoryview(frame)[_CHUNK.size :]
+    if len(data) != length or length > CHUNK_BYTES * 2:
+        raise CorruptError(f"a chunk at offset {offset} says {length} bytes and has {len(data)}")
+    if zlib.crc32(data) != checksum:
+        raise CorruptError(f"the chunk at offset {offset} does not match its checksum")
+    return offset, data
+
+
+def pack_data(head: Mapping[str, Any], data: bytes | memoryview) -> bytes:
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return b"".join((_HEAD.pack(len(text)), text, data))
+
+
+def unpack_data(frame: bytes) -> tuple[dict[str, Any], memoryview]:
+    """`(head, bytes)` of an inline-tensor frame; CorruptError if it cannot be read."""
+    if len(frame) < _HEAD.size:
+        raise CorruptError("a data frame is shorter than its header")
+    (length,) = _HEAD.unpack_from(frame)
+    if length > MAX_HEAD_BYTES or _HEAD.size + length > len(frame):
+        raise CorruptError(f"a data frame claims a head of {length} bytes")
+    try:
+        head = json.loads(frame[_HEAD.size : _HEAD.size + length])
+    except ValueError as error:
+        raise CorruptError("the head of a data frame is not JSON") from error
+    if not isinstance(head, dict):
+        raise CorruptError("the head of a data frame is not an object")
+    return head, memoryview(frame)[_HEAD.size + length :]

@@ -1,0 +1,137 @@
+"""How a strategy sees the machines: the `Fleet` protocol.
+
+Three verbs cover every method: `call` (one task for each named worker, a minimum of replies), `next` (whoever is
+idle, first reply) and `map` (a bag of pure tasks, re-issued until all are done); `open`, `send` and `receive` drive
+sessions. Every verb takes an explicit `key`, unique within the round: after a restart the round is run again from its
+top, and a verb whose key was answered before returns the logged replies in the logged order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from potluck.strategies.task import BoundTask
+from potluck.types.ids import WorkerId
+from potluck.types.params import Layout, Params
+from potluck.types.profile import DeviceProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerInfo:
+    """A worker that is here and healthy."""
+
+    id: WorkerId
+    profile: DeviceProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """A valid result of one task. `tensors` are handles to what was spooled; `inline` came with the reply."""
+
+    worker: WorkerId
+    key: str
+    scalars: Mapping[str, Any]
+    object: str = ""  # digest of the spooled bundle, "" for none
+    inline: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """How replies become one vector: sum_i w_i x_i, divided by sum_i w_i where `mean` says so.
+
+    x_i is the tensor `name` of reply i and w_i its scalar `weight` (1 where that is empty).
+    """
+
+    name: str
+    weight: str = ""
+    mean: bool = True
+
+
+def weighted_mean(name: str, *, by: str) -> Reduction:
+    """sum_i w_i x_i / sum_i w_i, w_i the scalar `by` of reply i."""
+    return Reduction(name=name, weight=by, mean=True)
+
+
+def total(name: str) -> Reduction:
+    """sum_i x_i."""
+    return Reduction(name=name, mean=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replies:
+    """What a `call` brought: replies in the order of their workers' ids, and the reduction if one was asked for."""
+
+    replies: tuple[Reply, ...]
+    value: Params | None = None
+
+    @property
+    def reduced(self) -> Params:
+        assert self.value is not None, "this call was made without `reduce`"
+        return self.value
+
+    def sum(self, name: str) -> float:
+        """The sum of a scalar over the replies."""
+        return sum(r.scalars[name] for r in self.replies)
+
+
+Op = Callable[..., Sequence[Tensor]]
+"""`op(*slices, layout=, offset=, **scalars)` -> new slices. Slices are fp32 [n], element `offset` on of the model."""
+
+
+class Fleet(Protocol):
+    @property
+    def layout(self) -> Layout: ...
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """Who is here, in the order of ids. Logged: a replay of the round sees the same answer."""
+        ...
+
+    async def call(
+        self,
+        tasks: Mapping[WorkerId, BoundTask],
+        *,
+        key: str,
+        min_replies: int,
+        reduce: Reduction | None = None,
+    ) -> Replies:
+        """One task for each worker. Ends when every worker replied or was lost.
+
+        RoundFailed if fewer than `min_replies` valid replies came.
+        """
+        ...
+
+    async def next(self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str) -> Reply:
+        """Give every idle worker what `offer` says; the first valid reply not yet consumed in this round."""
+        ...
+
+    async def map(self, tasks: Sequence[BoundTask], *, key: str) -> tuple[Reply, ...]:
+        """Pure tasks, done by anyone; replies in the order of `tasks`. Re-issued until all are done."""
+        ...
+
+    async def open(self, worker: WorkerId, task: BoundTask, *, key: str) -> None:
+        """Start a session on a worker, or find it running. It may outlive the round: keep its key in the state."""
+        ...
+
+    async def send(self, key: str, step: int, arguments: Mapping[str, Any]) -> None:
+        """An input for a session; delivered once, however often the link breaks."""
+        ...
+
+    async def receive(self, key: str, step: int) -> Reply:
+        """What a session emitted at a step. Consumed when a state that used it commits. RoundFailed if it is gone."""
+        ...
+
+    async def close(self, key: str) -> None:
+        """End a session."""
+        ...
+
+    async def apply(self, op: Op, *handles: Params, num_outputs: int = 1, **scalars: Any) -> tuple[Params, ...]:
+        """Run `op` over the handles slice by slice into new handles: costs disk, not memory."""
+        ...
+
+    async def norm(self, handle: Params) -> float:
+        """The L2 norm of the whole vector, accumulated in fp64."""
+        ...

@@ -1,0 +1,82 @@
+"""What a task function sees of the device it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from potluck.types.params import Layout
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass over a batch: the mean loss per token before the update, and how many tokens it was over."""
+
+    loss: float
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum of token losses and the number of tokens in it: sums add up where means do not."""
+
+    loss_sum: float
+    num_tokens: int
+
+
+class Mailbox(Protocol):
+    """A session's post: results out and inputs in, each named by an inner step."""
+
+    def emit(self, step: int, scalars: Mapping[str, float | int | str], tensors: Mapping[str, Tensor]) -> None:
+        """Send a result; returns at once."""
+        ...
+
+    def take(self, step: int) -> Mapping[str, Any]:
+        """Wait for the input of that step. TaskCancelled if the session ends first."""
+        ...
+
+
+class TaskCancelled(Exception):
+    """The coordinator no longer wants this task; raised inside the task at its next step."""
+
+
+class Replica(Protocol):
+    """A device's copy of the model, with its data and its inner optimizer.
+
+    The inner optimizer's state and the data position belong to the worker's pinned state: they survive rounds and
+    restarts, and a task that is not committed leaves no trace in them.
+    """
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Only in sessions."""
+        ...
+
+    def load(self, theta: Tensor) -> None:
+        """Set every parameter. theta: fp32 [layout.numel], on any device."""
+        ...
+
+    def params(self) -> Tensor:
+        """The parameters now: a new fp32 tensor [layout.numel] on the CPU."""
+        ...
+
+    def train_step(self, *, progress: float) -> Step:
+        """One inner optimizer step on the next batch. `progress` in [0, 1] is the run's, for the schedule."""
+        ...
+
+    def gradient(self, *, num_sequences: int) -> tuple[Tensor, Loss]:
+        """The gradient of the *sum* of token losses over the next sequences, unclipped.
+
+        Returns fp32 [layout.numel] on the CPU, and the loss. Takes micro-batches of the run's batch size.
+        """
+        ...
+
+    def evaluate(self, tokens: Tensor) -> Loss:
+        """Loss over whole sequences. tokens: integer [num_sequences, seq_len + 1]."""
+        ...

@@ -1,0 +1,174 @@
+"""Tasks: the half of a training method that runs on a device.
+
+    @task("diloco.inner", kind="pinned")
+    def inner(replica: Replica, *, theta: Tensor, num_steps: int) -> Result: ...
+
+    inner.bind(theta=state.params, num_steps=20)      a `BoundTask`, handed to a fleet verb
+
+A function's name crosses the wire, never its code: a worker runs only functions it has installed. Arguments are
+JSON values, `Params` handles (the device sees a flat fp32 tensor), `ObjectRef`s (the device sees the tensors of that
+bundle) and tensors (inline: sent with the task, never stored).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from potluck.types.ids import Digest
+from potluck.types.params import Params
+
+Kind = Literal["pure", "pinned", "session"]
+
+
+@dataclass(frozen=True)
+class ObjectRef:
+    """An object of tensors (a data shard, say), named by its digest."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a task returns: scalars (numbers, short strings) and named tensors.
+
+    Tensors of the size of the model are flat fp32 vectors in the layout's order; they are encoded with the run's
+    up-codec and travel as an object. With `inline`, tensors of any shape travel as they are and are never stored.
+    """
+
+    scalars: Mapping[str, float | int | str]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    inline: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+@dataclass(frozen=True)
+class TaskFunction:
+    """An installed task: its name on the wire, its kind, and the function a device calls."""
+
+    name: str
+    kind: Kind
+    function: Callable[..., Result]
+
+    def bind(self, *, num_sequences: int = 0, **arguments: Any) -> BoundTask:
+        """Work to hand to a fleet. `num_sequences` is how much training data it consumes, in sequences."""
+        inspect.signature(self.function).bind(None, **arguments)  # a wrong argument fails here, not on a device
+        return BoundTask(task=self.name, kind=self.kind, arguments=arguments, num_sequences=num_sequences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundTask:
+    """A task function's name with its arguments."""
+
+    task: str
+    kind: Kind
+    arguments: Mapping[str, Any]
+    num_sequences: int = 0
+
+
+_installed: dict[str, TaskFunction] = {}
+_name_pattern = re.compile(r"[a-z0-9_]+\.[a-z0-9_]+")
+
+
+def task(name: str, *, kind: Kind = "pure") -> Callable[[Callable[..., Result]], TaskFunction]:
+    """Install a function under `method.verb`, so that devices may run it."""
+    assert _name_pattern.fullmatch(name), f"a task is named method.verb, not {name!r}"
+
+    def install(function: Callable[..., Result]) -> TaskFunction:
+        before = _installed.get(name)
+        assert before is None or before.function.__module__ == function.__module__, f"two tasks are named {name}"
+        installed = TaskFunction(name, kind, function)
+        _installed[name] = installed
+        return installed
+
+    return install
+
+
+def installed(name: str) -> TaskFunction | None:
+    """The task of that name, or None: the caller refuses the lease."""
+    return _installed.get(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedArguments:
+    """Arguments as they travel: JSON, the objects it names, and inline tensors by position."""
+
+    value: Any
+    objects: tuple[Digest, ...]
+    inline: tuple[Tensor, ...]
+
+
+def encode_arguments(arguments: Mapping[str, Any], publish: Mapping[Params, Digest]) -> EncodedArguments:
+    """Replace handles by object names. `publish` maps each `Params` among the arguments to its published object."""
+    objects: list[Digest] = []
+    inline: list[Tensor] = []
+
+    def walk(value: Any) -> Any:
+        match value:
+            case None | bool() | int() | float() | str():
+                return value
+            case Params():
+                objects.append(publish[value])
+                return {"$params": publish[value]}
+            case ObjectRef(digest=digest):
+                objects.append(digest)
+                return {"$object": digest}
+            case Tensor():
+                inline.append(value)
+                return {"$inline": len(inline) - 1}
+            case Mapping():
+                return {str(k): walk(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
+            case Sequence():
+                return [walk(v) for v in value]  # pyright: ignore[reportUnknownVariableType]
+            case _:
+                raise TypeError(f"a task argument cannot be a {type(value).__name__}")
+
+    value = walk(dict(arguments))
+    return EncodedArguments(value=value, objects=tuple(dict.fromkeys(objects)), inline=tuple(inline))
+
+
+def handles(arguments: Mapping[str, Any]) -> tuple[Params, ...]:
+    """Every `Params` among the arguments, so that it can be published first."""
+    found: dict[Params, None] = {}
+
+    def walk(value: Any) -> None:
+        if isinstance(value, Params):
+            found[value] = None
+        elif isinstance(value, Mapping):
+            for item in value.values():  # pyright: ignore[reportUnknownVariableType]
+                walk(item)
+        elif isinstance(value, list | tuple):
+            for item in value:  # pyright: ignore[reportUnknownVariableType]
+                walk(item)
+
+    walk(arguments)
+    return tuple(found)
+
+
+def decode_arguments(
+    value: Any,
+    *,
+    params: Callable[[Digest], Tensor],
+    tensors: Callable[[Digest], Mapping[str, Tensor]],
+    inline: Callable[[int], Tensor],
+) -> Any:
+    """The device's side of `encode_arguments`."""
+    match value:
+        case {"$params": str(digest)} if len(value) == 1:
+            return params(Digest(digest))
+        case {"$object": str(digest)} if len(value) == 1:
+            return tensors(Digest(digest))
+        case {"$inline": int(index)} if len(value) == 1:
+            return inline(index)
+        case dict():
+            items: dict[str, Any] = value
+            return {k: decode_arguments(v, params=params, tensors=tensors, inline=inline) for k, v in items.items()}
+        case list():
+            values: list[Any] = value
+            return [decode_arguments(v, params=params, tensors=tensors, inline=inline) for v in values]
+        case _:
+            return value

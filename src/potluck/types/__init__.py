@@ -1,0 +1,1 @@
+"""Values shared by every layer: ids, errors, the device profile, parameter layouts and handles."""
