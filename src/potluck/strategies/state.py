@@ -30,10 +30,10 @@ class State:
                 case Params():
                     found.append(value)
                 case dict():
-                    for item in value.values():  # pyright: ignore[reportUnknownVariableType]
+                    for item in value.values():
                         walk(item)
                 case tuple() | list():
-                    for item in value:  # pyright: ignore[reportUnknownVariableType]
+                    for item in value:
                         walk(item)
                 case _:
                     pass
@@ -57,9 +57,9 @@ def _encode(value: Any) -> Any:
         case Params():
             return {"$params": [[f.name, f.numel] for f in value.fragments]}
         case dict():
-            return {str(k): _encode(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
+            return {str(k): _encode(v) for k, v in value.items()}
         case tuple() | list():
-            return [_encode(v) for v in value]  # pyright: ignore[reportUnknownVariableType]
+            return [_encode(v) for v in value]
         case _:
             return value
 
@@ -67,7 +67,7 @@ def _encode(value: Any) -> Any:
 def _decode(value: Any) -> Any:
     match value:
         case {"$params": list(fragments)}:
-            return Params(tuple(Fragment(str(name), int(numel)) for name, numel in fragments))  # pyright: ignore[reportUnknownVariableType]
+            return Params(tuple(Fragment(str(name), int(numel)) for name, numel in fragments))
         case dict():
             items: dict[str, Any] = value
             return {k: _decode(v) for k, v in items.items()}

@@ -121,9 +121,9 @@ def encode_arguments(arguments: Mapping[str, Any], publish: Mapping[Params, Dige
                 inline.append(value)
                 return {"$inline": len(inline) - 1}
             case Mapping():
-                return {str(k): walk(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
+                return {str(k): walk(v) for k, v in value.items()}
             case Sequence():
-                return [walk(v) for v in value]  # pyright: ignore[reportUnknownVariableType]
+                return [walk(v) for v in value]
             case _:
                 raise TypeError(f"a task argument cannot be a {type(value).__name__}")
 
@@ -139,10 +139,10 @@ def handles(arguments: Mapping[str, Any]) -> tuple[Params, ...]:
         if isinstance(value, Params):
             found[value] = None
         elif isinstance(value, Mapping):
-            for item in value.values():  # pyright: ignore[reportUnknownVariableType]
+            for item in value.values():
                 walk(item)
         elif isinstance(value, list | tuple):
-            for item in value:  # pyright: ignore[reportUnknownVariableType]
+            for item in value:
                 walk(item)
 
     walk(arguments)

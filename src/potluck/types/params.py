@@ -64,7 +64,7 @@ class Layout:
         shapes: list[tuple[str, list[int]]] = []
         for name, shape in value:
             assert isinstance(name, str) and isinstance(shape, list)
-            shapes.append((name, [int(n) for n in shape]))  # pyright: ignore[reportUnknownVariableType]
+            shapes.append((name, [int(n) for n in shape]))
         return Layout.of(shapes)
 
 

@@ -38,4 +38,4 @@ class DeviceProfile:
                 fields[name] = max(0, min(int(given), 1 << 60))
             else:
                 fields[name] = str(given)[:200]
-        return DeviceProfile(**{"device": "cpu", **fields})
+        return DeviceProfile(device=fields.pop("device", "cpu"), **fields)
