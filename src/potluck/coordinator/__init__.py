@@ -1,0 +1,1 @@
+"""The coordinator: holds the model and the truth about the run."""

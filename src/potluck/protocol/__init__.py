@@ -17,3 +17,8 @@ def check_version(theirs: pb.Version, *, who: str) -> None:
             f"{who} speaks protocol {theirs.major}.{theirs.minor} and this side {MAJOR}.{MINOR}; "
             "install the same major version of potluck on both machines"
         )
+
+
+def upload_purpose(round: int, attempt: int, key: str) -> str:
+    """What an upload is for, as `ObjectInfo.purpose` names it: the lease whose result it is."""
+    return f"{key}#{attempt}@{round}"

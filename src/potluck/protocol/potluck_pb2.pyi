@@ -85,7 +85,7 @@ class WelcomeReply(_message.Message):
     def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., run_id: _Optional[str] = ..., run_json: _Optional[str] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("key", "attempt", "round", "task", "kind", "arguments_json", "objects", "spans", "base_version", "next_version", "num_inline", "up_codec", "running_only")
+    __slots__ = ("key", "attempt", "round", "task", "kind", "arguments_json", "objects", "spans", "base_version", "next_version", "num_inline", "up_codec", "running_only", "held_out", "num_sequences")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +99,8 @@ class Lease(_message.Message):
     NUM_INLINE_FIELD_NUMBER: _ClassVar[int]
     UP_CODEC_FIELD_NUMBER: _ClassVar[int]
     RUNNING_ONLY_FIELD_NUMBER: _ClassVar[int]
+    HELD_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     key: str
     attempt: int
     round: int
@@ -112,7 +114,9 @@ class Lease(_message.Message):
     num_inline: int
     up_codec: str
     running_only: bool
-    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., task: _Optional[str] = ..., kind: _Optional[str] = ..., arguments_json: _Optional[str] = ..., objects: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., base_version: _Optional[str] = ..., next_version: _Optional[str] = ..., num_inline: _Optional[int] = ..., up_codec: _Optional[str] = ..., running_only: _Optional[bool] = ...) -> None: ...
+    held_out: bool
+    num_sequences: int
+    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., task: _Optional[str] = ..., kind: _Optional[str] = ..., arguments_json: _Optional[str] = ..., objects: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., base_version: _Optional[str] = ..., next_version: _Optional[str] = ..., num_inline: _Optional[int] = ..., up_codec: _Optional[str] = ..., running_only: _Optional[bool] = ..., held_out: _Optional[bool] = ..., num_sequences: _Optional[int] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("shard", "start", "stop", "epoch", "digest")

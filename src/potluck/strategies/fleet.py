@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from potluck.strategies.run import RunFacts
 from potluck.strategies.task import BoundTask
 from potluck.types.ids import WorkerId
-from potluck.types.params import Layout, Params
+from potluck.types.params import Params
 from potluck.types.profile import DeviceProfile
 
 
@@ -84,7 +85,7 @@ Op = Callable[..., Sequence[Tensor]]
 
 class Fleet(Protocol):
     @property
-    def layout(self) -> Layout: ...
+    def run(self) -> RunFacts: ...
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Who is here, in the order of ids. Logged: a replay of the round sees the same answer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +56,11 @@ class Replica(Protocol):
     @property
     def mailbox(self) -> Mailbox:
         """Only in sessions."""
+        ...
+
+    def batches(self) -> Iterator[Tensor]:
+        """The data this task was given, as integer [at most batch_size, seq_len + 1]; ends with a task's validation
+        data, and never for training data."""
         ...
 
     def load(self, theta: Tensor) -> None:

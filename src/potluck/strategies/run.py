@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from potluck.optim.inner import InnerConfig
+from potluck.strategies.state import State
 from potluck.types.params import Layout, Params
 
 
@@ -63,6 +65,30 @@ class RunFacts:
     budget: Budget
     up_codec: str
     down_codec: str
+
+    def tokens_per_step(self, num_steps: int = 1) -> int:
+        """Tokens in that many inner steps of one worker."""
+        return num_steps * self.inner.sequences_per_step * self.seq_len
+
+    def progress(self, state: State) -> float:
+        return self.budget.progress(tokens=state.tokens, rounds=state.round, seconds=state.seconds)
+
+    def progress_span(self, state: State, num_steps: int) -> tuple[float, float]:
+        """The run's progress before and (expected) after a round with `num_steps` worker steps in all."""
+        budget = self.budget
+        after = budget.progress(
+            tokens=state.tokens + self.tokens_per_step(num_steps),
+            rounds=state.round + 1,
+            seconds=state.seconds * (1 + 1 / state.round) if state.round else 0.0,
+        )
+        return self.progress(state), after
+
+    def steps_left(self, state: State, num_workers: int) -> int:
+        """Inner steps each of the workers may still take within a token budget; without one, as many as it likes."""
+        if not self.budget.tokens:
+            return 1 << 30
+        left = self.budget.tokens - state.tokens
+        return max(1, math.ceil(left / (self.tokens_per_step() * num_workers)))
 
     def rng(self, round: int, attempt: int) -> random.Random:
         """Chance for one attempt at one round."""

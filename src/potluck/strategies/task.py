@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -54,20 +54,29 @@ class TaskFunction:
     kind: Kind
     function: Callable[..., Result]
 
-    def bind(self, *, num_sequences: int = 0, **arguments: Any) -> BoundTask:
-        """Work to hand to a fleet. `num_sequences` is how much training data it consumes, in sequences."""
+    def bind(self, **arguments: Any) -> BoundTask:
+        """Work to hand to a fleet."""
         inspect.signature(self.function).bind(None, **arguments)  # a wrong argument fails here, not on a device
-        return BoundTask(task=self.name, kind=self.kind, arguments=arguments, num_sequences=num_sequences)
+        return BoundTask(task=self.name, kind=self.kind, arguments=arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundTask:
-    """A task function's name with its arguments."""
+    """A task function's name with its arguments, and the data it reads."""
 
     task: str
     kind: Kind
     arguments: Mapping[str, Any]
-    num_sequences: int = 0
+    num_sequences: int = 0  # of training data that it consumes
+    held_out_part: int = -1  # which part of the validation data it reads, -1 for none
+
+    def granted(self, num_sequences: int) -> BoundTask:
+        """The same work with training data: the fleet deals it, or the worker reads on in its own."""
+        return replace(self, num_sequences=num_sequences)
+
+    def held_out(self, part: int) -> BoundTask:
+        """The same work on one part of the validation data."""
+        return replace(self, held_out_part=part)
 
 
 _installed: dict[str, TaskFunction] = {}

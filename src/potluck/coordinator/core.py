@@ -1,0 +1,292 @@
+"""One run on the coordinator: its stores, its fleet, and what the main loop does with them.
+
+Knows neither sockets nor the command line: `coordinator.host` gives it a network and `simulator` a modelled one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from potluck.clock import Clock, Executor
+from potluck.coordinator.deck import Deck
+from potluck.coordinator.events import Event, OnEvent
+from potluck.fleet.config import FleetConfig
+from potluck.fleet.intake import Intake
+from potluck.fleet.live import LiveFleet
+from potluck.fleet.roster import Roster
+from potluck.storage.checkpoints import Checkpoints
+from potluck.storage.database import Database
+from potluck.storage.ledger import CommitRow, Ledger
+from potluck.storage.objects import ObjectStore
+from potluck.storage.params import ParamStore
+from potluck.strategies import evaluation
+from potluck.strategies.run import Budget, RunFacts, RunSpec
+from potluck.strategies.state import State
+from potluck.strategies.strategy import Strategy
+from potluck.types.errors import CorruptError, RoundFailed, RunStopped
+from potluck.types.ids import Digest
+from potluck.types.params import Layout, Params
+
+
+class CheckpointConfig(BaseModel):
+    """The `[checkpoint]` section of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every_rounds: int = Field(10, ge=1, description="rounds between checkpoints; the last round is always saved")
+    keep: int = Field(2, ge=1, description="how many checkpoints are kept")
+    durability: str = Field(
+        "process",
+        pattern="^(process|power)$",
+        description="what a committed round survives: the death of the process, or a power cut (an fsync each round)",
+    )
+
+
+class ValidationConfig(BaseModel):
+    """The `[validation]` section of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every_rounds: int = Field(5, ge=0, description="rounds between validations; 0 for only the first and the last")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run as it was prepared from a recipe: everything that is the same each time the run is started."""
+
+    spec: RunSpec
+    strategy: Strategy
+    layout: Layout
+    initial: Tensor  # fp32 [layout.numel]
+    budget: Budget
+    fleet: FleetConfig
+    checkpoint: CheckpointConfig
+    validation: ValidationConfig
+    up_codec: str = "fp32"
+    down_codec: str = "fp32"
+    open_objects: tuple[Digest, ...] = ()  # what any member may fetch: the tokenizer
+
+
+class Coordinator:
+    """A run. Build it with `Coordinator.open`."""
+
+    def __init__(
+        self, plan: Plan, folder: Path, *, deck: Deck, ledger: Ledger, objects: ObjectStore, params: ParamStore,
+        facts: RunFacts, clock: Clock, executor: Executor, on_event: OnEvent,
+    ) -> None:  # fmt: skip
+        self.plan, self.folder, self.deck = plan, folder, deck
+        self.config, self.strategy = plan.fleet, plan.strategy
+        self.ledger, self.objects, self.params, self.facts = ledger, objects, params, facts
+        self.clock, self.executor, self._on_event = clock, executor, on_event
+        self.checkpoints = Checkpoints(folder / "checkpoints", params, keep=plan.checkpoint.keep)
+        self.roster = Roster(plan.fleet)
+        self.fleet = LiveFleet(
+            run=facts, config=plan.fleet, roster=self.roster, ledger=ledger, objects=objects, params=params,
+            data=deck, scratch=folder, clock=clock, executor=executor,
+        )  # fmt: skip
+        self.intake = Intake(self.fleet, clock, executor)
+        self.state: State | None = None
+        self.losses: dict[int, float] = {}  # validation loss by round
+        self.stop_reason = ""
+        self._attempt = 0
+        self._begun_at = 0.0
+        self._num_discarded = 0
+        self._started_at = clock.now()
+
+    @staticmethod
+    async def open(
+        plan: Plan, folder: Path, *, deck: Deck, objects: ObjectStore, clock: Clock, executor: Executor,
+        on_event: OnEvent,
+    ) -> Coordinator:  # fmt: skip
+        """Open the run's stores in its folder, new or as they were left."""
+
+        def build() -> tuple[Ledger, ParamStore, RunFacts]:
+            durable = plan.checkpoint.durability == "power"
+            ledger = Ledger(Database(folder / "ledger.db", durable=durable))
+            params = ParamStore(folder / "params", durable=durable)
+            facts = RunFacts(
+                seed=plan.spec.seed,
+                layout=plan.layout,
+                initial=params.create("initial", plan.initial),
+                zeros=params.zeros("zeros", plan.layout.numel),
+                seq_len=plan.spec.seq_len,
+                inner=plan.spec.inner,
+                budget=plan.budget,
+                up_codec=plan.up_codec,
+                down_codec=plan.down_codec,
+            )
+            return ledger, params, facts
+
+        ledger, params, facts = await executor.run(build)
+        return Coordinator(
+            plan, folder, deck=deck, ledger=ledger, objects=objects, params=params, facts=facts, clock=clock,
+            executor=executor, on_event=on_event,
+        )  # fmt: skip
+
+    # What the main loop does
+
+    async def recover(self) -> State:
+        """The last committed state whose files are whole, else the one of a checkpoint, else the first."""
+        commit = await self.executor.run(self.ledger.last_commit)
+        state = self.strategy.init(self.facts)
+        if commit is not None:
+            try:
+                committed = self.strategy.State.from_json(dict(commit.state))
+                await self.executor.run(self._verify, committed)
+                state = committed
+            except CorruptError as error:
+                state = await self._from_checkpoint(state, str(error))
+        deal = await self.executor.run(self.ledger.deal)
+        if deal is not None:
+            self.deck.restore(deal)
+        self.losses = dict(await self.executor.run(self.ledger.metrics, "validation_loss"))
+        await self.fleet.recover_floating()
+        self.state = state
+        if state.round:
+            self.tell("note", f"continuing after round {state.round}, {state.tokens:,} tokens", round=state.round)
+        return state
+
+    def _verify(self, state: State) -> None:
+        for handle in state.handles():
+            self.params.check(handle)
+
+    async def _from_checkpoint(self, first: State, reason: str) -> State:
+        found = await self.executor.run(self.checkpoints.load_latest)
+        if found is None:
+            self.tell("note", f"{reason}; there is no checkpoint, so the run starts again")
+            await self.executor.run(self.ledger.roll_back, 0, self.deck.fresh())
+            return first
+        manifest, handles = found
+        value = {**manifest["state"], **{name: None for name in handles}}
+        state = self.strategy.State.from_json(value)
+        state = replace(state, **handles)
+        await self.executor.run(self.ledger.roll_back, state.round, manifest["deal"])
+        self.tell("note", f"{reason}; going back to the checkpoint of round {state.round}", round=state.round)
+        return state
+
+    def finished(self, state: State) -> bool:
+        return bool(self.stop_reason) or self.facts.progress(state) >= 1.0
+
+    async def begin(self, state: State) -> None:
+        self._attempt = await self.executor.run(self.ledger.open_attempt, state.round, self.clock.time())
+        self._begun_at = self.clock.now()
+        self.fleet.phase = f"round {state.round + 1}"
+        await self.fleet.begin(state.round, self._attempt)
+
+    async def discard(self, state: State, reason: str) -> None:
+        """The round leaves no trace but the log. RunStopped after too many in a row."""
+        deal = self.fleet.settle_data(committed=False)
+        await self.executor.run(self.ledger.discard, state.round, self._attempt, reason, deal)
+        self.fleet.end(committed=False)
+        self._num_discarded += 1
+        self.tell("discarded", f"round {state.round + 1} discarded: {reason}", round=state.round + 1, reason=reason)
+        if self._num_discarded >= self.config.max_discarded_rounds:
+            raise RunStopped(
+                f"{self._num_discarded} rounds in a row were discarded, the last because {reason}; "
+                "the run continues from its last committed round with --resume"
+            )
+
+    async def commit(self, state: State, proposed: State) -> State:
+        accepted = self.fleet.accepted()
+        proposed = replace(proposed, seconds=state.seconds + self.clock.now() - self._begun_at)
+        deal = self.fleet.settle_data(committed=True)
+        row = CommitRow(
+            round=state.round, attempt=self._attempt, state=proposed.to_json(), deal=deal, accepted=accepted
+        )
+        await self.executor.run(self.ledger.commit, row, self.clock.time())
+        self.fleet.end(committed=True)
+        self.state = proposed
+        self._num_discarded = 0
+        names = sorted({r.worker for r in accepted})
+        seconds = self.clock.now() - self._begun_at
+        self.tell(
+            "round", f"round {proposed.round}  loss {proposed.loss:.4f}  {', '.join(names)}  {seconds:.1f} s",
+            round=proposed.round, loss=proposed.loss, workers=names, tokens=proposed.tokens, seconds=seconds,
+        )  # fmt: skip
+        await self.executor.run(self._collect, proposed)
+        return proposed
+
+    def _collect(self, state: State) -> None:
+        """Remove what neither this state, the run's beginning nor a checkpoint needs."""
+        keep = {*state.handles(), self.facts.initial, self.facts.zeros}
+        self.params.remove_except(keep)
+        self.fleet.forget(keep)
+        floating = {Digest(r.object) for r in self.fleet.floating.replies.values() if r.object}
+        published = {d for h, d in self.fleet.published().items() if h in keep}
+        self.objects.collect({*published, *floating, *self.deck.digests(), *self.plan.open_objects})
+
+    async def validate(self, state: State) -> None:
+        """The loss on held-out text where it is due: at the start, every so many rounds, at the end."""
+        every = self.plan.validation.every_rounds
+        due = state.round == 0 or self.finished(state) or (every and state.round % every == 0)
+        if not due or state.round in self.losses or self.deck.num_held_out == 0 or self.stop_reason:
+            return
+        await self.fleet.ready(self.config.min_workers)
+        self.fleet.phase = "validating"
+        await self.fleet.begin(state.round, VALIDATION_ATTEMPT)
+        try:
+            if self.plan.spec.data_access == "private":
+                loss = await evaluation.on_private_data(self.fleet, state.params)
+            else:
+                loss = await evaluation.on_shared_data(self.fleet, state.params, self.deck.num_held_out)
+        except RoundFailed as reason:
+            self.tell("note", f"validation after round {state.round} failed: {reason}", round=state.round)
+            return
+        finally:
+            self.fleet.end(committed=False)
+        mean = loss.loss_sum / loss.num_tokens
+        self.losses[state.round] = mean
+        await self.executor.run(self.ledger.metric, state.round, "validation_loss", mean)
+        self.tell("validation", f"validation loss {mean:.4f}", round=state.round, loss=mean)
+
+    async def save(self, state: State) -> None:
+        """A checkpoint where it is due; the last round is always saved."""
+        if state.round % self.plan.checkpoint.every_rounds and not self.finished(state):
+            return
+        await self.checkpoint(state)
+
+    async def checkpoint(self, state: State) -> Path:
+        handles = {name: value for name, value in vars_of(state).items() if isinstance(value, Params)}
+        manifest = {"state": state.to_json(), "deal": self.deck.to_json(), "run_id": self.plan.spec.run_id}
+        path = await self.executor.run(self.checkpoints.save, f"round-{state.round:06d}", manifest, handles)
+        self.tell("checkpoint", f"checkpoint of round {state.round} saved", path=str(path), round=state.round)
+        return path
+
+    # For everyone
+
+    def stop(self, reason: str) -> None:
+        """End the run at the next chance; the open round is taken up again by --resume."""
+        self.stop_reason = self.stop_reason or reason
+        for member in self.roster.members.values():
+            member.changed.set()
+        self.roster.signal()
+
+    def tell(self, kind: str, text: str, **detail: Any) -> None:
+        self._on_event(Event(kind=kind, at=self.clock.time(), text=text, detail=detail))
+
+    def status(self) -> dict[str, Any]:
+        """A snapshot for views and `potluck status`."""
+        from potluck.coordinator.status import snapshot
+
+        return snapshot(self)
+
+
+VALIDATION_ATTEMPT = 1_000_000
+"""Validation works under this attempt, so that its tasks never mix with those of the round that follows."""
+
+
+def vars_of(state: State) -> Mapping[str, Any]:
+    return {name: getattr(state, name) for name in state.__dataclass_fields__}
+
+
+def write_metrics(path: Path, event: Event) -> None:
+    """Append one line to metrics.jsonl (docs/metrics.md)."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"time": event.at, "kind": event.kind, **event.detail}) + "\n")

@@ -1,0 +1,225 @@
+"""What the coordinator answers on the network: the `Service` behind both transports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from potluck.codecs.base import codec
+from potluck.codecs.bundle import flat_size
+from potluck.coordinator.core import Coordinator
+from potluck.fleet.roster import LeaseId, Member, missed_heartbeats
+from potluck.protocol import check_version, pb, upload_purpose, version
+from potluck.storage.digest import check_digest
+from potluck.transport import objects
+from potluck.transport.connection import Channel, Peer
+from potluck.transport.inline import Assembler, frames
+from potluck.types.errors import ConnectionLost, CorruptError, Refused
+from potluck.types.ids import Digest
+from potluck.types.profile import DeviceProfile
+
+MAX_PROFILE_BYTES = 65536
+MAX_STRATEGY_FILES = 64
+upload_slack = 1.25
+"""An upload may be this many times the size that the run's codec gives."""
+
+Unary = Callable[[Peer, bytes], Awaitable[bytes]]
+
+
+class CoordinatorService:
+    """Serves one run. `unary` adds calls that only a real network has (Renew, Admin)."""
+
+    def __init__(self, run: Coordinator, unary: dict[str, Unary] | None = None) -> None:
+        self.run = run
+        self._unary: dict[str, Unary] = {"Welcome": self._welcome, "Status": self._status, **(unary or {})}
+        run_size = flat_size("params", run.plan.layout, codec("fp32"))
+        self._max_upload_bytes = int(run_size * upload_slack) + (1 << 20)
+
+    async def call(self, peer: Peer, method: str, request: bytes) -> bytes:
+        handler = self._unary.get(method)
+        if handler is None:
+            raise Refused(f"this coordinator does not know the call {method}")
+        return await handler(peer, request)
+
+    async def open(self, peer: Peer, method: str, channel: Channel) -> None:
+        member = self.run.roster.members.get(peer.id)
+        if member is None:
+            raise Refused(f"{peer.id} has not said Welcome yet; restart the worker")
+        match method:
+            case "Control":
+                await self._control(member, channel)
+            case "Data":
+                await self._data(member, channel)
+            case "GetObject":
+                await objects.serve_get(channel, self.run.objects, self.run.executor, self._may_fetch(member))
+            case "PutObject":
+                await objects.serve_put(channel, self.run.objects, self.run.executor, self._may_store(member))
+            case _:
+                raise Refused(f"this coordinator does not know the stream {method}")
+
+    # Unary calls
+
+    async def _welcome(self, peer: Peer, data: bytes) -> bytes:
+        request = parse(pb.WelcomeRequest, data)
+        check_version(request.version, who=f"worker {peer.id}")
+        if peer.role != "worker":
+            raise Refused(f"{peer.id} has the role {peer.role} and only workers join a run")
+        spec = self.run.plan.spec
+        allowed = {f.digest for f in request.strategies[:MAX_STRATEGY_FILES]}
+        if spec.strategy_digest and spec.strategy_digest not in allowed:
+            raise Refused(
+                f"this run uses the strategy file {spec.strategy} ({spec.strategy_digest}), which {peer.id} does not "
+                "allow; read it and start the worker with --allow-strategy and an equal copy of it"
+            )
+        if len(request.profile_json) > MAX_PROFILE_BYTES:
+            raise Refused(f"the profile of {peer.id} takes {len(request.profile_json)} bytes")
+        try:
+            profile = DeviceProfile.from_json(json.loads(request.profile_json or "{}"))
+        except (ValueError, TypeError) as error:
+            raise Refused(f"the profile of {peer.id} cannot be read") from error
+        known = peer.id in self.run.roster.members
+        member = self.run.roster.arrive(peer.id, profile, self.run.clock.now())
+        member.private_sequences = request.private_sequences
+        member.local_version = request.local_version[:200]
+        self.run.tell("joined", f"{peer.id} {'is back' if known else 'joined'} ({profile.device})", worker=peer.id)
+        reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=spec.model_dump_json())
+        return reply.SerializeToString()
+
+    async def _status(self, peer: Peer, data: bytes) -> bytes:
+        return pb.StatusReply(status_json=json.dumps(self.run.status())).SerializeToString()
+
+    # Control
+
+    async def _control(self, member: Member, channel: Channel) -> None:
+        """Reports in, desired situations out, until either side ends."""
+        roster, clock = self.run.roster, self.run.clock
+        connection = roster.connect(member, clock.now())
+        member.changed.set()
+        try:
+            await first_of(self._read_reports(member, channel), self._write_desired(member, connection, channel))
+        finally:
+            roster.disconnect(member, connection, clock.now())
+            if member.connection == connection:
+                reason = "left" if member.leaving else "its connection ended"
+                self.run.tell("left", f"{member.id} {reason}", worker=member.id, reason=reason)
+            if member.leaving:
+                self.run.deck.release(member.id)
+
+    async def _read_reports(self, member: Member, channel: Channel) -> None:
+        limit_s = missed_heartbeats * self.run.config.heartbeat_s
+        while True:
+            message = await asyncio.wait_for(channel.receive(), limit_s)
+            if message is None:
+                return
+            await self.run.intake.report(member, parse(pb.Report, message))
+
+    async def _write_desired(self, member: Member, connection: int, channel: Channel) -> None:
+        sequence = 0
+        while member.connection == connection:
+            await member.changed.wait()
+            member.changed.clear()
+            sequence += 1
+            desired = self.desired(member, sequence)
+            await channel.send(desired.SerializeToString())
+            if desired.stopping and not desired.leases:
+                await self.run.clock.sleep(self.run.config.heartbeat_s)  # time for the worker to read and go
+
+    def desired(self, member: Member, sequence: int) -> pb.Desired:
+        """Everything this worker should hold and do now."""
+        run = self.run
+        leases = [] if member.quarantined else run.fleet.book.of(member.id)
+        inputs = [i for x in leases if x.message.kind == "session" for i in run.fleet.inputs(x.message.key)]
+        state = run.state
+        return pb.Desired(
+            sequence=sequence,
+            leases=[x.message for x in leases],
+            adopted_version=run.fleet.versions.get(member.id, ""),
+            verdicts=list(member.verdicts.values()),
+            phase=member.quarantined or run.fleet.phase,
+            stopping=bool(run.stop_reason),
+            stop_reason=run.stop_reason,
+            inputs=inputs,
+            round=state.round if state else 0,
+        )
+
+    # Inline tensors
+
+    async def _data(self, member: Member, channel: Channel) -> None:
+        await first_of(self._read_data(member, channel), self._write_data(member, channel))
+
+    async def _read_data(self, member: Member, channel: Channel) -> None:
+        assembler = Assembler()
+        while (frame := await channel.receive()) is not None:
+            try:
+                done = assembler.add(frame)
+            except CorruptError as error:
+                raise Refused(str(error)) from error
+            if done is None:
+                continue
+            name, tensors = done
+            lease = self.run.fleet.book.open.get(name)
+            if lease is not None and lease.worker == member.id:
+                self.run.intake.inline[(member.id, name)] = tensors
+
+    async def _write_data(self, member: Member, channel: Channel) -> None:
+        sent: set[LeaseId] = set()
+        while True:
+            for lease in self.run.fleet.book.of(member.id):
+                operands = self.run.fleet.operands.get(lease.id)
+                if operands is None or lease.id in sent:
+                    continue
+                sent.add(lease.id)
+                named = {str(i): tensor for i, tensor in enumerate(operands)}
+                for frame in frames(lease.id, named):
+                    await channel.send(frame)
+            member.data_changed.clear()
+            await member.data_changed.wait()
+
+    # Objects
+
+    def _may_fetch(self, member: Member) -> Callable[[Digest], bool]:
+        """What its leases name, and what every member of the run may have."""
+
+        def allow(digest: Digest) -> bool:
+            if digest in self.run.plan.open_objects:
+                return True
+            return any(digest in lease.message.objects for lease in self.run.fleet.book.of(member.id))
+
+        return allow
+
+    def _may_store(self, member: Member) -> Callable[[pb.ObjectInfo], None]:
+        """A result of work it holds, no larger than such a result can be."""
+
+        def admit(info: pb.ObjectInfo) -> None:
+            check_digest(info.digest)
+            leases = self.run.fleet.book.of(member.id)
+            if not any(info.purpose == upload_purpose(*lease.id) for lease in leases):
+                raise Refused(f"nobody waits for the upload {info.purpose[:100]!r} any more")
+            if not 0 < info.size <= self._max_upload_bytes:
+                raise Refused(f"an upload of {info.size} bytes is not in 1 to {self._max_upload_bytes}")
+
+        return admit
+
+
+def parse(message_type: type[Any], data: bytes) -> Any:
+    """A message from the network; Refused where it is not one."""
+    try:
+        return message_type.FromString(data)
+    except Exception as error:  # protobuf runtimes differ in what they raise
+        raise Refused(f"a {message_type.__name__} cannot be read") from error
+
+
+async def first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until the first one ends, then end the others; a lost link is an ordinary end."""
+    tasks = [asyncio.ensure_future(c) for c in coroutines]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception) and not isinstance(result, ConnectionLost | TimeoutError):
+            raise result

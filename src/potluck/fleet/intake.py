@@ -1,0 +1,149 @@
+"""What workers report, checked before it changes anything.
+
+A result is believed when it answers an open lease of that very worker, its update has arrived and is whole, has the
+run's layout, is finite and within the norm limit, and its counts are possible. Anything else is refused with a reason
+that goes back to the sender.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from potluck.aggregation.validate import check_update
+from potluck.clock import Clock, Executor
+from potluck.fleet.leases import OpenLease
+from potluck.fleet.live import LiveFleet
+from potluck.fleet.roster import LeaseId, Member
+from potluck.protocol import pb
+from potluck.storage.digest import check_digest
+from potluck.types.errors import Refused
+
+MAX_SCALARS_BYTES = 65536
+MAX_RESULTS = 256
+MAX_ERROR_LENGTH = 500
+
+
+class Intake:
+    def __init__(self, fleet: LiveFleet, clock: Clock, executor: Executor) -> None:
+        self._fleet, self._clock, self._executor = fleet, clock, executor
+        self.inline: dict[tuple[str, LeaseId], dict[str, Tensor]] = {}  # what came on Data, until its result does
+
+    async def report(self, member: Member, report: pb.Report) -> None:
+        """Take one report in. Never raises for what a worker says."""
+        now = self._clock.now()
+        member.last_seen = now
+        member.local_version = report.local_version[:200]
+        member.note = report.note[:MAX_ERROR_LENGTH] or member.note
+        if report.leaving and not member.leaving:
+            member.leaving = True
+            self._fleet.roster.signal()
+        member.progress = report.progress[0] if report.progress else None
+        self._note_progress(member, report, now)
+        for ack in report.input_acks[:MAX_RESULTS]:
+            key, _, step = ack.rpartition("/")
+            if step.isdecimal() and self._holds_session(member, key):
+                self._fleet.acknowledge_input(key, int(step))
+        reported: set[LeaseId] = set()
+        for result in report.results[:MAX_RESULTS]:
+            id = (result.round, result.attempt, result.key)
+            reported.add(id)
+            lease = self._fleet.book.open.get((result.round, result.attempt, result.key.partition("@")[0]))
+            if lease is None or lease.worker != member.id:
+                if id not in member.verdicts:
+                    self._verdict(member, id, "dropped", "nobody waits for it any more")
+            elif not lease.checking:
+                await self._take(member, lease, result)
+        for id in [i for i in member.verdicts if i not in reported]:
+            del member.verdicts[id]  # the worker has read it
+
+    def _holds_session(self, member: Member, key: str) -> bool:
+        rows = self._fleet.floating.leases.get(key)
+        return bool(rows) and rows[-1].worker == member.id
+
+    def _note_progress(self, member: Member, report: pb.Report, now: float) -> None:
+        leases = self._fleet.book.of(member.id)
+        for progress in report.progress[:MAX_RESULTS]:
+            for lease in leases:
+                if (lease.message.key, lease.message.attempt) == (progress.key, progress.attempt):
+                    lease.seen(progress, now)
+                elif not lease.started_at:
+                    lease.progress_at = now  # it waits behind the one at work
+
+    async def _take(self, member: Member, lease: OpenLease, result: pb.TaskResult) -> None:
+        if result.error:
+            reason = f"{member.id} could not do {lease.message.task}: {result.error[:MAX_ERROR_LENGTH]}"
+            self._verdict(member, lease.id, "dropped", "the task failed")
+            await self._fleet.fail(lease, reason)
+            self._fleet.roster.strike(member, reason)
+            return
+        if result.object and not self._fleet.objects.has(check_digest(result.object)):
+            return  # announced before it is here; the upload goes on
+        inline = self.inline.get((member.id, lease.id), {})
+        if len(inline) < result.num_inline:
+            return  # the rest is on its way
+        lease.checking = True
+        try:
+            scalars = self._scalars(lease, result)
+            if result.object:
+                await self._executor.run(self._check_object, lease, result.object)
+            elif lease.expects is not None:
+                raise Refused(f"the result of {lease.message.task} has no {lease.expects.name}")
+        except Refused as refused:
+            lease.checking = False
+            reason = f"{member.id} sent a result that was refused: {refused}"
+            self._verdict(member, lease.id, "refused", str(refused))
+            await self._fleet.fail(lease, reason)
+            self._fleet.roster.strike(member, reason)
+            return
+        lease.checking = False
+        self.inline.pop((member.id, lease.id), None)
+        member.strikes = 0
+        if "@" in result.key:
+            await self._fleet.emitted(lease, result.step, scalars, result.object)
+        else:
+            member.observe(lease.message.task, max(result.seconds, 0.0), lease.units)
+            await self._fleet.accept(lease, scalars, result.object, inline)
+        self._verdict(member, (result.round, result.attempt, result.key), "accepted", "")
+
+    def _scalars(self, lease: OpenLease, result: pb.TaskResult) -> dict[str, Any]:
+        """The numbers of a result: finite, and no more tokens than the data dealt for it holds."""
+        if len(result.scalars_json) > MAX_SCALARS_BYTES:
+            raise Refused(f"its scalars take {len(result.scalars_json)} bytes and {MAX_SCALARS_BYTES} are allowed")
+        try:
+            value: Any = json.loads(result.scalars_json or "{}")
+        except ValueError as error:
+            raise Refused("its scalars are not JSON") from error
+        if not isinstance(value, Mapping):
+            raise Refused("its scalars are not an object")
+        scalars: dict[str, Any] = {str(k): v for k, v in value.items()}
+        for name, item in scalars.items():
+            if not isinstance(item, int | float | str) or (isinstance(item, float) and not math.isfinite(item)):
+                raise Refused(f"its {name} is {item}, not a finite number")
+        if lease.message.num_sequences or lease.message.spans:
+            limit = int(lease.units) * self._fleet.run.seq_len
+            num_tokens = scalars.get("num_tokens", 0)
+            least = 0 if lease.message.held_out else 1
+            if not isinstance(num_tokens, int) or not least <= num_tokens <= limit:
+                raise Refused(f"it claims {num_tokens} tokens where {least} to {limit} are possible")
+        weight = lease.expects.weight if lease.expects else ""
+        if weight and not (isinstance(scalars.get(weight), int | float) and scalars[weight] > 0):
+            raise Refused(f"its weight {weight} is {scalars.get(weight)}, not a positive number")
+        return scalars
+
+    def _check_object(self, lease: OpenLease, digest: str) -> None:
+        path = self._fleet.objects.path(check_digest(digest))
+        if lease.expects is not None:
+            limit = self._fleet.config.max_update_norm or math.inf
+            check_update(path, lease.expects.name, self._fleet.run.layout, max_norm=limit)
+
+    def _verdict(self, member: Member, id: LeaseId, verdict: str, reason: str) -> None:
+        round, attempt, key = id
+        member.verdicts[id] = pb.Verdict(round=round, attempt=attempt, key=key, verdict=verdict, reason=reason)
+        member.changed.set()
+
+

@@ -1,0 +1,120 @@
+"""Leases: one piece of work in one worker's hands, until it is answered or lost."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from potluck.fleet.config import FleetConfig
+from potluck.fleet.roster import LeaseId, Member, absence
+from potluck.planner.deadline import deadline_s
+from potluck.protocol import pb
+from potluck.storage.ledger import ReplyRow
+from potluck.strategies.fleet import Reduction
+from potluck.types.ids import WorkerId
+
+FLOATING = (1 << 40) - 1
+"""The round under which work is kept that may outlive rounds: `next` and sessions."""
+
+restart_grace = 5.0
+"""After a restart of the coordinator workers have this many times `reconnect_s` to find it again."""
+
+_ISSUES = 1024
+
+
+def wire_attempt(attempt: int, issue: int) -> int:
+    """One number for (attempt at the round, how often the task was issued in it)."""
+    return attempt * _ISSUES + issue
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What became of a lease that will not be answered."""
+
+    worker: WorkerId
+    reason: str
+    failed: bool = False  # the task itself failed there, so another worker may fail too
+
+
+Outcome = ReplyRow | Lost
+
+
+@dataclass(kw_only=True, eq=False)
+class OpenLease:
+    """A lease that waits for its answer. Times are the clock's seconds."""
+
+    message: pb.Lease
+    worker: WorkerId
+    attempt: int  # at the round
+    issue: int
+    expects: Reduction | None
+    issued_at: float
+    progress_at: float
+    outcome: asyncio.Future[Outcome]
+    started_at: float = 0.0  # when it was first seen to be worked on, 0 for not yet
+    progress_mark: tuple[str, int] = ("", -1)
+    checking: bool = False  # its result is being validated
+
+    @property
+    def id(self) -> LeaseId:
+        return (self.message.round, self.message.attempt, self.message.key)
+
+    @property
+    def units(self) -> float:
+        """What its duration grows with: sequences of data, else one."""
+        return float(self.message.num_sequences or sum(s.stop - s.start for s in self.message.spans) or 1)
+
+    def seen(self, progress: pb.Progress, now: float) -> None:
+        """The worker says how far it is."""
+        mark = (progress.activity, progress.step)
+        if mark != self.progress_mark:
+            self.progress_mark, self.progress_at = mark, now
+        if progress.activity == "training" and not self.started_at:
+            self.started_at = now
+
+    def answer(self, outcome: Outcome) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+@dataclass
+class LeaseBook:
+    """Every open lease, by id and by worker."""
+
+    open: dict[LeaseId, OpenLease] = field(default_factory=dict[LeaseId, OpenLease])
+
+    def add(self, lease: OpenLease) -> None:
+        self.open[lease.id] = lease
+
+    def of(self, worker: WorkerId) -> list[OpenLease]:
+        return [lease for lease in self.open.values() if lease.worker == worker]
+
+    def close(self, lease: OpenLease, outcome: Outcome) -> None:
+        self.open.pop(lease.id, None)
+        lease.answer(outcome)
+
+
+def loss(lease: OpenLease, member: Member | None, now: float, config: FleetConfig) -> str:
+    """Why a lease is to be given up now, "" while it is not."""
+    if lease.checking:
+        return ""
+    if member is None:
+        waited_s = now - lease.issued_at
+        return f"{lease.worker} did not come back" if waited_s > restart_grace * config.reconnect_s else ""
+    if member.quarantined:
+        return f"{member.id} is quarantined: {member.quarantined}"
+    if gone := absence(member, now, config):
+        return gone
+    if not member.connected:
+        return ""
+    if lease.message.kind == "session":
+        return ""
+    stuck_s = now - lease.progress_at
+    if stuck_s > config.no_progress_s:
+        return f"{member.id} has made no progress for {stuck_s:.0f} s ({lease.progress_mark[0] or 'not started'})"
+    if config.deadlines and lease.started_at:
+        limit_s = deadline_s(member.seconds_per_unit.get(lease.message.task, []), lease.units)
+        taken_s = now - lease.started_at
+        if limit_s is not None and taken_s > limit_s:
+            return f"{member.id} has worked {taken_s:.0f} s on {lease.message.task} and its past allows {limit_s:.0f} s"
+    return ""

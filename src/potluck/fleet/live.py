@@ -1,0 +1,551 @@
+"""`LiveFleet`: the verbs of a strategy, carried out by real workers and recoverable from the ledger.
+
+Within an attempt at a round every verb first looks up its key among the logged replies and leases: what was answered
+is returned again, what is open is waited for again, and only what was never issued is issued now. So running the
+round again from its top after a restart takes up exactly where the process died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from potluck.aggregation.mean import combine
+from potluck.clock import Clock, Executor
+from potluck.codecs.base import codec
+from potluck.codecs.bundle import write_flat
+from potluck.fleet.config import FleetConfig
+from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, loss, wire_attempt
+from potluck.fleet.roster import LeaseId, Roster
+from potluck.protocol import pb
+from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
+from potluck.storage.objects import ObjectStore
+from potluck.storage.params import ParamStore
+from potluck.strategies.fleet import Op, Reduction, Replies, Reply, WorkerInfo
+from potluck.strategies.run import RunFacts
+from potluck.strategies.task import BoundTask, encode_arguments, handles
+from potluck.types.errors import RoundFailed
+from potluck.types.ids import Digest, WorkerId
+from potluck.types.params import Params
+from potluck.types.profile import DeviceProfile
+
+max_task_failures = 3
+tick_s = 0.5
+
+
+class DataPlane(Protocol):
+    """Who trains on what: deals spans of the run's data and takes back what was not used."""
+
+    def deal(self, worker: WorkerId, num_sequences: int) -> list[pb.Span]: ...
+    def settle(self, spans: Sequence[pb.Span], *, consumed: bool) -> None: ...
+    def release(self, worker: WorkerId) -> None: ...
+    def held_out(self, part: int) -> list[pb.Span]: ...
+    def objects(self, spans: Sequence[pb.Span]) -> list[Digest]: ...
+    def to_json(self) -> Any: ...
+
+
+@dataclass
+class _Attempt:
+    """What the ledger knows of the attempt that is being worked on."""
+
+    round: int = 0
+    attempt: int = 0
+    replies: dict[str, ReplyRow] = field(default_factory=dict[str, ReplyRow])
+    leases: dict[str, list[LeaseRow]] = field(default_factory=dict[str, list[LeaseRow]])
+    decisions: dict[str, Any] = field(default_factory=dict[str, Any])
+    consumed: dict[str, ReplyRow] = field(default_factory=dict[str, ReplyRow])
+
+
+class LiveFleet:
+    def __init__(
+        self,
+        *,
+        run: RunFacts,
+        config: FleetConfig,
+        roster: Roster,
+        ledger: Ledger,
+        objects: ObjectStore,
+        params: ParamStore,
+        data: DataPlane,
+        scratch: Path,
+        clock: Clock,
+        executor: Executor,
+    ) -> None:
+        self._run, self.config, self.roster, self.ledger = run, config, roster, ledger
+        self.objects, self.params, self.data = objects, params, data
+        self._scratch, self._clock, self._executor = scratch, clock, executor
+        self.book = LeaseBook()
+        self.floating = _Attempt(round=FLOATING)
+        self._now = _Attempt()
+        self._published: dict[tuple[Params, str], Digest] = {}
+        self.operands: dict[LeaseId, tuple[Tensor, ...]] = {}  # inline tensors of open leases
+        self._inline: dict[str, Mapping[str, Tensor]] = {}  # inline tensors of replies, by key
+        self.versions: dict[str, str] = {}  # the committed pinned state of each worker
+        self._num_outputs = 0
+        self.phase = "starting"
+
+    @property
+    def run(self) -> RunFacts:
+        return self._run
+
+    # The loop's side: attempts
+
+    async def begin(self, round: int, attempt: int) -> None:
+        """Work on this attempt from now on, with whatever the ledger has of it."""
+        here = [w.id for w in self.roster.here(self._clock.now())]
+        self._now = await self._executor.run(self._read_attempt, round, attempt, here)
+        self._inline.clear()
+        self._num_outputs = 0
+
+    async def recover_floating(self) -> None:
+        """After a restart: what was handed out beyond rounds and is still open."""
+        self.floating = await self._executor.run(self._read_attempt, FLOATING, 0, [])
+        self.versions = await self._executor.run(self.ledger.versions)
+        for rows in self.floating.leases.values():
+            if rows[-1].status == "open":
+                self._attach(rows[-1], attempt=0, expects=None)
+
+    def _read_attempt(self, round: int, attempt: int, here: list[WorkerId]) -> _Attempt:
+        found = _Attempt(round=round, attempt=attempt)
+        found.replies = {row.key: row for row in self.ledger.replies(round, attempt)}
+        for row in self.ledger.leases(round, attempt):
+            found.leases.setdefault(row.key, []).append(row)
+        found.decisions = self.ledger.decisions(round, attempt)
+        if "cohort" not in found.decisions:
+            found.decisions["cohort"] = here
+            self.ledger.decide(round, attempt, "cohort", here)
+        return found
+
+    def accepted(self) -> tuple[ReplyRow, ...]:
+        """The replies that the verbs of this attempt returned, in the order of their keys."""
+        return tuple(self._now.consumed[key] for key in sorted(self._now.consumed))
+
+    def settle_data(self, *, committed: bool) -> Any:
+        """Data of accepted replies counts as consumed, all other data of the attempt goes back to be dealt.
+
+        Returns the deal, to be written down with the commit or the discard.
+        """
+        accepted = self._now.consumed if committed else {}
+        for key, rows in self._now.leases.items():
+            for row in rows:
+                message = pb.Lease.FromString(row.lease)
+                if not message.held_out:
+                    self.data.settle(message.spans, consumed=key in accepted and accepted[key].worker == row.worker)
+        for key in accepted:
+            for row in self.floating.leases.get(key, []):
+                self.data.settle(pb.Lease.FromString(row.lease).spans, consumed=True)
+        return self.data.to_json()
+
+    def end(self, *, committed: bool) -> None:
+        """The attempt is over and written down: what is still open of it is not wanted any more."""
+        if committed:
+            for key, row in self._now.consumed.items():
+                self.floating.leases.pop(key, None)
+                self.floating.replies.pop(key, None)
+                if row.version:
+                    self.versions[row.worker] = row.version
+        verdict = "the round was committed without it" if committed else "the round was discarded"
+        for lease in [x for x in self.book.open.values() if x.message.round == self._now.round]:
+            self._give_up(lease, verdict)
+        for member in self.roster.members.values():
+            member.changed.set()
+
+    # What hosts call
+
+    async def watch(self) -> None:
+        """Give up, once a tick, what will not be answered any more. Runs as long as the fleet."""
+        while True:
+            await self._clock.sleep(tick_s)
+            now = self._clock.now()
+            for lease in list(self.book.open.values()):
+                if reason := loss(lease, self.roster.members.get(lease.worker), now, self.config):
+                    self._give_up(lease, reason)
+                    await self._executor.run(self._log_loss, lease, reason)
+
+    def _log_loss(self, lease: OpenLease, reason: str) -> None:
+        message = lease.message
+        self.ledger.settle(message.round, lease.attempt, message.key, lease.issue, "lost", reason)
+
+    def _give_up(self, lease: OpenLease, reason: str, *, failed: bool = False) -> None:
+        self.book.close(lease, Lost(lease.worker, reason, failed))
+        self.operands.pop(lease.id, None)
+        self.notify(lease.worker)
+
+    async def fail(self, lease: OpenLease, reason: str) -> None:
+        """The worker could not do it, or its result was refused."""
+        self._give_up(lease, reason, failed=True)
+        await self._executor.run(self._log_loss, lease, reason)
+
+    async def accept(self, lease: OpenLease, scalars: Mapping[str, Any], object: str, inline: Mapping[str, Tensor]) -> None:
+        """A valid result: logged first, then visible. Inline tensors are not logged: their step starts again."""
+        message = lease.message
+        row = ReplyRow(
+            key=message.key, worker=lease.worker, object=object, scalars=scalars, version=message.next_version
+        )
+        if not inline:
+            await self._executor.run(self.ledger.reply, message.round, lease.attempt, row, lease.issue)
+        holder = self.floating if message.round == FLOATING else self._now
+        if holder.round == message.round and holder.attempt == lease.attempt:
+            holder.replies[row.key] = row
+        if inline:
+            self._inline[row.key] = inline
+        self.book.close(lease, row)
+        self.operands.pop(lease.id, None)
+        self.notify(lease.worker)
+        self.roster.signal()
+
+    def notify(self, worker: WorkerId) -> None:
+        member = self.roster.members.get(worker)
+        if member is not None:
+            member.changed.set()
+            member.data_changed.set()
+
+    # Verbs
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """Who was here when the attempt began, as it was written down then."""
+        members = self.roster.members
+        ids = [WorkerId(w) for w in self._now.decisions["cohort"]]
+        return tuple(
+            members[w].info if w in members else WorkerInfo(id=w, profile=DeviceProfile(device="cpu")) for w in ids
+        )
+
+    async def ready(self, num_workers: int) -> None:
+        """Wait until that many workers are here, never for a particular one."""
+        while len(here := self.roster.here(self._clock.now())) < num_workers:
+            names = ", ".join(w.id for w in here) or "none"
+            self.phase = f"waiting for workers: {len(here)} of {num_workers} here ({names})"
+            await self._wait_a_little()
+
+    async def _wait_a_little(self) -> None:
+        try:
+            await asyncio.wait_for(self.roster.change(), tick_s)
+        except TimeoutError:
+            return
+
+    async def call(
+        self,
+        tasks: Mapping[WorkerId, BoundTask],
+        *,
+        key: str,
+        min_replies: int,
+        reduce: Reduction | None = None,
+    ) -> Replies:
+        await self._publish_all(tasks.values())
+        outcomes = await self._settle_all(
+            {f"{key}/{worker}": (worker, tasks[worker]) for worker in sorted(tasks)}, expects=reduce
+        )
+        rows = [o for o in outcomes if isinstance(o, ReplyRow)]
+        reasons = [o.reason for o in outcomes if isinstance(o, Lost)]
+        if len(rows) < max(min_replies, 1):
+            raise RoundFailed(f"{len(rows)} of {len(tasks)} workers replied and {min_replies} must: {'; '.join(reasons)}")
+        replies = tuple(self._reply(row) for row in rows)
+        for row in rows:
+            self._now.consumed[row.key] = row
+        value = await self._reduce(rows, reduce) if reduce else None
+        return Replies(replies=replies, value=value)
+
+    async def _settle_all(
+        self, work: Mapping[str, tuple[WorkerId, BoundTask]], *, expects: Reduction | None
+    ) -> list[Outcome]:
+        """Issue what was not issued before and wait for all of it."""
+        outcomes: dict[str, Outcome] = {}
+        waiting: dict[str, OpenLease] = {}
+        fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
+        for key, (worker, bound) in work.items():
+            if key in self._now.replies:
+                outcomes[key] = self._now.replies[key]
+            elif rows := self._now.leases.get(key):
+                if rows[-1].status == "open":
+                    waiting[key] = self._attach(rows[-1], attempt=self._now.attempt, expects=expects)
+                else:
+                    outcomes[key] = Lost(worker, rows[-1].reason)
+            else:
+                fresh.append((worker, bound, key, 0))
+        for lease in await self._issue(self._now, fresh, expects=expects):
+            waiting[lease.message.key] = lease
+        for key, lease in waiting.items():
+            outcomes[key] = await lease.outcome
+        return [outcomes[key] for key in work]
+
+    async def map(self, tasks: Sequence[BoundTask], *, key: str) -> tuple[Reply, ...]:
+        assert all(t.kind == "pure" for t in tasks), "only pure tasks can be done by anyone"
+        await self._publish_all(tasks)
+        bag = {f"{key}/{i}": bound for i, bound in enumerate(tasks)}
+        running: dict[str, list[OpenLease]] = {}
+        failures: dict[str, list[str]] = {}
+        took: list[float] = []
+        for task_key in bag:
+            for row in self._now.leases.get(task_key, []):
+                if row.status == "open" and task_key not in self._now.replies:
+                    running.setdefault(task_key, []).append(self._attach(row, attempt=self._now.attempt, expects=None))
+        while missing := [k for k in bag if k not in self._now.replies]:
+            for task_key in missing:
+                for lease in [x for x in running.get(task_key, []) if x.outcome.done()]:
+                    running[task_key].remove(lease)
+                    if isinstance(lost := lease.outcome.result(), Lost) and lost.failed:
+                        failures.setdefault(task_key, []).append(lost.reason)
+                if len(failures.get(task_key, [])) >= max_task_failures:
+                    raise RoundFailed(f"{bag[task_key].task} failed {max_task_failures} times: {failures[task_key][-1]}")
+            await self._hand_out(bag, missing, running, took)
+            waiting = [x.outcome for leases in running.values() for x in leases if not x.outcome.done()]
+            change = asyncio.ensure_future(self.roster.change())
+            await asyncio.wait([*waiting, change], return_when=asyncio.FIRST_COMPLETED, timeout=tick_s)
+            change.cancel()
+            took = [self._clock.now() - x.issued_at for leases in running.values() for x in leases if x.outcome.done()]
+        for leases in running.values():
+            for lease in leases:
+                if not lease.outcome.done():
+                    self._give_up(lease, "another worker was first")
+        rows = [self._now.replies[k] for k in bag]
+        for row in rows:
+            self._now.consumed[row.key] = row
+        return tuple(self._reply(row) for row in rows)
+
+    async def _hand_out(
+        self,
+        bag: Mapping[str, BoundTask],
+        missing: Sequence[str],
+        running: dict[str, list[OpenLease]],
+        took: Sequence[float],
+    ) -> None:
+        """Give every idle worker the next task nobody works on; near the end, a second copy of the slowest."""
+        idle = [w for w in self.roster.here(self._clock.now()) if not self.book.of(w.id)]
+        untouched = [k for k in missing if not running.get(k)]
+        now, typical_s = self._clock.now(), statistics.median(took) if took else 0.0
+        late = [k for k in missing if len(running.get(k, [])) == 1 and now - running[k][0].issued_at > 5 + 2 * typical_s]
+        fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
+        for worker, task_key in zip(idle, [*untouched, *late], strict=False):
+            issue = len(self._now.leases.get(task_key, []))
+            fresh.append((worker.id, bag[task_key], task_key, issue))
+        for lease in await self._issue(self._now, fresh, expects=None):
+            running.setdefault(lease.message.key, []).append(lease)
+
+    async def next(self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str) -> Reply:
+        name = f"next/{key}"
+        while True:
+            chosen = self._now.decisions.get(name)
+            if chosen is None:
+                free = [r for k, r in self.floating.replies.items() if k not in self._now.consumed and "@" not in k]
+                chosen = free[0].key if free else None
+                if chosen is not None:
+                    self._now.decisions[name] = chosen
+                    await self._executor.run(self.ledger.decide, self._now.round, self._now.attempt, name, chosen)
+            if chosen is not None:
+                row = self.floating.replies[chosen]
+                self._now.consumed[row.key] = row
+                return self._reply(row)
+            await self._offer_to_idle(offer)
+            await self._wait_a_little()
+
+    async def _offer_to_idle(self, offer: Callable[[WorkerInfo], BoundTask | None]) -> None:
+        fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
+        for worker in self.roster.here(self._clock.now()):
+            bound = None if self.book.of(worker.id) else offer(worker)
+            if bound is not None:
+                number = 1 + max((int(k.rpartition("#")[2]) for k in self.floating.leases if "#" in k), default=-1)
+                fresh.append((worker.id, bound, f"{worker.id}#{number + len(fresh)}", 0))
+        await self._publish_all(bound for _, bound, _, _ in fresh)
+        await self._issue(self.floating, fresh, expects=None)
+
+    # Sessions
+
+    async def open(self, worker: WorkerId, task: BoundTask, *, key: str) -> None:
+        assert task.kind == "session", f"{task.task} is {task.kind}, not a session"
+        if key not in self.floating.leases:
+            await self._publish_all([task])
+            await self._issue(self.floating, [(worker, task, key, 0)], expects=None)
+
+    async def send(self, key: str, step: int, arguments: Mapping[str, Any]) -> None:
+        name = f"input/{key}/{step}"
+        if name in self.floating.decisions:
+            return
+        digests = {handle: await self.publish(handle) for handle in handles(arguments)}
+        encoded = encode_arguments(arguments, digests)
+        assert not encoded.inline, "an input of a session holds handles and values, not tensors"
+        value = {"arguments": encoded.value, "objects": list(encoded.objects), "acknowledged": False}
+        await self._executor.run(self.ledger.decide, FLOATING, 0, name, value)
+        self.floating.decisions[name] = value
+        self.notify(WorkerId(self.floating.leases[key][-1].worker))
+
+    def inputs(self, key: str) -> list[pb.SessionInput]:
+        """What was sent to a session and not yet taken."""
+        prefix = f"input/{key}/"
+        return [
+            pb.SessionInput(
+                key=key,
+                step=int(name[len(prefix) :]),
+                arguments_json=json.dumps(value["arguments"]),
+                objects=value["objects"],
+            )
+            for name, value in self.floating.decisions.items()
+            if name.startswith(prefix) and not value["acknowledged"]
+        ]
+
+    def acknowledge_input(self, key: str, step: int) -> None:
+        value = self.floating.decisions.get(f"input/{key}/{step}")
+        if value is not None:
+            value["acknowledged"] = True
+
+    async def receive(self, key: str, step: int) -> Reply:
+        name = f"{key}@{step}"
+        while name not in self.floating.replies:
+            lease = next((x for x in self.book.open.values() if x.message.key == key), None)
+            if lease is None:
+                rows = self.floating.leases.get(key)
+                raise RoundFailed(f"session {key} is gone: {rows[-1].reason if rows else 'it was never opened'}")
+            await self._wait_a_little()
+        row = self.floating.replies[name]
+        self._now.consumed[name] = row
+        return self._reply(row)
+
+    async def emitted(self, lease: OpenLease, step: int, scalars: Mapping[str, Any], object: str) -> None:
+        """A session sent a result; the session goes on."""
+        row = ReplyRow(
+            key=f"{lease.message.key}@{step}", worker=lease.worker, object=object, scalars=scalars, version=""
+        )
+        if row.key not in self.floating.replies:
+            await self._executor.run(self.ledger.reply, FLOATING, 0, row, lease.issue)
+            self.floating.replies[row.key] = row
+            self.roster.signal()
+
+    async def close(self, key: str) -> None:
+        for lease in [x for x in self.book.open.values() if x.message.key == key]:
+            self._give_up(lease, "the session was closed")
+            await self._executor.run(self._log_loss, lease, "the session was closed")
+
+    # Handles
+
+    async def apply(self, op: Op, *handles: Params, num_outputs: int = 1, **scalars: Any) -> tuple[Params, ...]:
+        name = self._output_name(getattr(op, "__name__", "op"))
+
+        def run() -> tuple[Params, ...]:
+            return self.params.apply(
+                op, *handles, name=name, layout=self._run.layout, num_outputs=num_outputs, **scalars
+            )
+
+        return await self._executor.run(run)
+
+    async def norm(self, handle: Params) -> float:
+        return await self._executor.run(self.params.norm, handle)
+
+    def _output_name(self, what: str) -> str:
+        self._num_outputs += 1
+        return f"r{self._now.round}-a{self._now.attempt}-{self._num_outputs}-{what}"
+
+    async def _reduce(self, rows: Sequence[ReplyRow], reduction: Reduction) -> Params:
+        pairs = [
+            (self.objects.path(Digest(r.object)), float(r.scalars[reduction.weight]) if reduction.weight else 1.0)
+            for r in rows
+        ]
+        name = self._output_name(reduction.name)
+
+        def run() -> Params:
+            return combine(
+                self.params, pairs, name=reduction.name, layout=self._run.layout, out_name=name, mean=reduction.mean
+            )
+
+        return await self._executor.run(run)
+
+    def _reply(self, row: ReplyRow) -> Reply:
+        return Reply(
+            worker=WorkerId(row.worker),
+            key=row.key,
+            scalars=row.scalars,
+            object=row.object,
+            inline=self._inline.get(row.key, {}),
+        )
+
+    # Issuing
+
+    async def publish(self, handle: Params) -> Digest:
+        """The handle as an object in the down-codec: encoded once, served to everyone."""
+        key = (handle, self._run.down_codec)
+        if key not in self._published or not self.objects.has(self._published[key]):
+
+            def encode() -> Digest:
+                path = self._scratch / f"publish-{handle.fragments[0].name}"
+                write_flat(path, "params", self.params.read(handle), self._run.layout, codec(self._run.down_codec))
+                return self.objects.adopt(path)
+
+            self._published[key] = await self._executor.run(encode)
+        return self._published[key]
+
+    def published(self) -> dict[Params, Digest]:
+        return {handle: digest for (handle, _), digest in self._published.items()}
+
+    def forget(self, keep: set[Params]) -> None:
+        """Drop published objects of handles that nobody needs any more."""
+        for key in [k for k in self._published if k[0] not in keep]:
+            del self._published[key]
+
+    async def _publish_all(self, tasks: Any) -> None:
+        for handle in {h: None for bound in tasks for h in handles(bound.arguments)}:
+            await self.publish(handle)
+
+    async def _issue(
+        self, holder: _Attempt, work: Sequence[tuple[WorkerId, BoundTask, str, int]], *, expects: Reduction | None
+    ) -> list[OpenLease]:
+        """Deal data, write the leases down, then hand them out."""
+        if not work:
+            return []
+        rows: list[LeaseRow] = []
+        for worker, bound, key, issue in work:
+            encoded = encode_arguments(bound.arguments, self.published())
+            spans = self.data.deal(worker, bound.num_sequences) if bound.num_sequences else []
+            if bound.held_out_part >= 0:
+                spans = self.data.held_out(bound.held_out_part)
+            attempt = wire_attempt(holder.attempt, issue)
+            pinned = bound.kind == "pinned"
+            message = pb.Lease(
+                key=key,
+                attempt=attempt,
+                round=holder.round,
+                task=bound.task,
+                kind=bound.kind,
+                arguments_json=json.dumps(encoded.value),
+                objects=list(dict.fromkeys([*encoded.objects, *self.data.objects(spans)])),
+                spans=spans,
+                base_version=self.versions.get(worker, "") if pinned else "",
+                next_version=f"r{holder.round}-a{attempt}-{key.replace('/', '.')}" if pinned else "",
+                num_inline=len(encoded.inline),
+                up_codec=self._run.up_codec,
+                held_out=bound.held_out_part >= 0,
+                num_sequences=bound.num_sequences,
+            )
+            if encoded.inline:
+                self.operands[(message.round, message.attempt, message.key)] = encoded.inline
+            blob = message.SerializeToString()
+            rows.append(LeaseRow(key=key, issue=issue, worker=worker, lease=blob, status="open"))
+        await self._executor.run(self.ledger.issue, holder.round, holder.attempt, rows, self.data.to_json())
+        for row in rows:
+            holder.leases.setdefault(row.key, []).append(row)
+        return [self._attach(row, attempt=holder.attempt, expects=expects) for row in rows]
+
+    def _attach(self, row: LeaseRow, *, attempt: int, expects: Reduction | None) -> OpenLease:
+        """Hold a lease open, and tell its worker."""
+        message = pb.Lease.FromString(row.lease)
+        now = self._clock.now()
+        lease = OpenLease(
+            message=message,
+            worker=WorkerId(row.worker),
+            attempt=attempt,
+            issue=row.issue,
+            expects=expects,
+            issued_at=now,
+            progress_at=now,
+            outcome=asyncio.get_running_loop().create_future(),
+        )
+        if lease.id in self.book.open:
+            return self.book.open[lease.id]
+        self.book.add(lease)
+        self.notify(lease.worker)
+        return lease
+

@@ -1,0 +1,132 @@
+"""Who is here: members as they come, go, fall silent and misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from potluck.fleet.config import FleetConfig
+from potluck.protocol import pb
+from potluck.strategies.fleet import WorkerInfo
+from potluck.types.ids import WorkerId
+from potluck.types.profile import DeviceProfile
+
+missed_heartbeats = 3
+history_length = 16
+
+LeaseId = tuple[int, int, str]
+"""(round, attempt on the wire, key): names a lease in messages."""
+
+
+@dataclass(kw_only=True)
+class Member:
+    """What the coordinator knows of one worker. Times are the clock's seconds."""
+
+    id: WorkerId
+    profile: DeviceProfile
+    connected: bool = False
+    last_seen: float = 0.0
+    away_since: float = 0.0
+    leaving: bool = False
+    strikes: int = 0  # refused results in a row
+    quarantined: str = ""  # the reason, "" for none
+    private_sequences: int = 0
+    progress: pb.Progress | None = None
+    local_version: str = ""
+    seconds_per_unit: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # by task name
+    verdicts: dict[LeaseId, pb.Verdict] = field(default_factory=dict[LeaseId, pb.Verdict])
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # something new to tell it
+    data_changed: asyncio.Event = field(default_factory=asyncio.Event)  # new operands to send it
+    connection: int = 0  # which of its connections is the current one
+    note: str = ""
+
+    def observe(self, task: str, seconds: float, units: float) -> None:
+        """Remember how long a finished task took."""
+        past = self.seconds_per_unit.setdefault(task, [])
+        past.append(seconds / max(units, 1.0))
+        del past[:-history_length]
+
+    @property
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(id=self.id, profile=self.profile)
+
+
+def absence(member: Member, now: float, config: FleetConfig) -> str:
+    """Why a worker counts as gone, "" while it does not. A broken link is forgiven for `reconnect_s`."""
+    if member.leaving:
+        return f"{member.id} left"
+    if not member.connected:
+        away_s = now - member.away_since
+        return f"{member.id} has been away for {away_s:.0f} s" if away_s >= config.reconnect_s else ""
+    silent_s = now - member.last_seen
+    if silent_s > missed_heartbeats * config.heartbeat_s:
+        return f"{member.id} has not been heard for {silent_s:.0f} s"
+    return ""
+
+
+def decide(members: Iterable[Member], now: float, config: FleetConfig) -> tuple[tuple[WorkerInfo, ...], str]:
+    """Who gets work, in the order of ids, and in words why not the others."""
+    here: list[WorkerInfo] = []
+    reasons: list[str] = []
+    for member in sorted(members, key=lambda m: m.id):
+        if member.quarantined:
+            reasons.append(f"{member.id} is quarantined: {member.quarantined}")
+        elif not member.connected or (gone := absence(member, now, config)):
+            reasons.append((member.connected and gone) or absence(member, now, config) or f"{member.id} is away")
+        else:
+            here.append(member.info)
+    return tuple(here), "; ".join(reasons)
+
+
+class Roster:
+    """All members of a run by id, and a signal that something about them changed."""
+
+    def __init__(self, config: FleetConfig) -> None:
+        self.config = config
+        self.members: dict[WorkerId, Member] = {}
+        self._changed = asyncio.Event()
+
+    def arrive(self, id: WorkerId, profile: DeviceProfile, now: float) -> Member:
+        """A worker said hello: new, or back under its old name with its record kept."""
+        member = self.members.get(id)
+        if member is None:
+            member = self.members[id] = Member(id=id, profile=profile)
+        member.profile = profile
+        member.leaving = False
+        member.away_since = member.last_seen = now
+        return member
+
+    def connect(self, member: Member, now: float) -> int:
+        """Its control stream opened; a stream it had before is void. Returns the number of this connection."""
+        member.connection += 1
+        member.connected = True
+        member.leaving = False
+        member.last_seen = now
+        self.signal()
+        return member.connection
+
+    def disconnect(self, member: Member, connection: int, now: float) -> None:
+        if member.connection == connection:
+            member.connected = False
+            member.away_since = now
+            member.progress = None
+            self.signal()
+
+    def strike(self, member: Member, reason: str) -> None:
+        """A refused result. Too many in a row and the worker gets no more work."""
+        member.strikes += 1
+        if member.strikes >= self.config.quarantine_after:
+            member.quarantined = f"{member.strikes} refused results in a row, the last: {reason}"
+        self.signal()
+
+    def here(self, now: float) -> tuple[WorkerInfo, ...]:
+        return decide(self.members.values(), now, self.config)[0]
+
+    def signal(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def change(self) -> None:
+        """Wait until something about the members changes."""
+        await self._changed.wait()

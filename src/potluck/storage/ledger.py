@@ -1,0 +1,256 @@
+"""The run's ledger: what was decided, replied and committed. Recovery log, audit log and the source of every view.
+
+A round is worked on in attempts; an attempt is open, committed or discarded. Within an attempt the ledger holds
+decisions (who was asked), leases (what was handed out, with its data) and replies in the order they were accepted.
+A commit is one transaction: the new state, the deal of the data, the contributions and the adopted worker states.
+All methods block: call them in an executor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from potluck.storage.database import Database
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS attempts (
+    round INTEGER, attempt INTEGER, status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', opened REAL NOT NULL,
+    PRIMARY KEY (round, attempt));
+CREATE TABLE IF NOT EXISTS decisions (
+    round INTEGER, attempt INTEGER, name TEXT, value TEXT NOT NULL, PRIMARY KEY (round, attempt, name));
+CREATE TABLE IF NOT EXISTS leases (
+    round INTEGER, attempt INTEGER, key TEXT, issue INTEGER, worker TEXT NOT NULL, lease BLOB NOT NULL,
+    status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', PRIMARY KEY (round, attempt, key, issue));
+CREATE TABLE IF NOT EXISTS replies (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, round INTEGER, attempt INTEGER, key TEXT, worker TEXT NOT NULL,
+    object TEXT NOT NULL, scalars TEXT NOT NULL, version TEXT NOT NULL, UNIQUE (round, attempt, key));
+CREATE TABLE IF NOT EXISTS commits (
+    round INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, state TEXT NOT NULL, deal TEXT NOT NULL,
+    accepted TEXT NOT NULL, at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS versions (worker TEXT PRIMARY KEY, version TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS contributions (
+    worker TEXT PRIMARY KEY, tokens INTEGER NOT NULL, rounds INTEGER NOT NULL, bytes_up INTEGER NOT NULL,
+    bytes_down INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS metrics (round INTEGER, name TEXT, value REAL NOT NULL, PRIMARY KEY (round, name));
+CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL, kind TEXT, detail TEXT);
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyRow:
+    """One accepted reply."""
+
+    key: str
+    worker: str
+    object: str
+    scalars: Mapping[str, Any]
+    version: str  # the pinned state that the worker adopts when this commits, "" for none
+    number: int = 0  # the order of acceptance
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseRow:
+    """One piece of work handed to a worker. `lease` is the serialized message."""
+
+    key: str
+    issue: int
+    worker: str
+    lease: bytes
+    status: str  # "open", "replied", "lost"
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitRow:
+    """The state after a round, and what made it."""
+
+    round: int
+    attempt: int
+    state: Mapping[str, Any]
+    deal: Mapping[str, Any]
+    accepted: tuple[ReplyRow, ...]
+
+
+class Ledger:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+        with self._db.transaction():
+            for statement in filter(str.strip, _SCHEMA.split(";")):
+                self._db.execute(statement)
+
+    # Meta
+
+    def get(self, name: str) -> str | None:
+        rows = self._db.query("SELECT value FROM meta WHERE name = ?", (name,))
+        return str(rows[0][0]) if rows else None
+
+    def put(self, name: str, value: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+    # Attempts
+
+    def open_attempt(self, round: int, at: float) -> int:
+        """The attempt to work on: the open one, or one after the last discarded."""
+        rows = self._db.query("SELECT attempt, status FROM attempts WHERE round = ? ORDER BY attempt", (round,))
+        if rows and rows[-1][1] == "open":
+            return int(rows[-1][0])
+        attempt = int(rows[-1][0]) + 1 if rows else 0
+        self._db.execute("INSERT INTO attempts VALUES (?, ?, 'open', '', ?)", (round, attempt, at))
+        return attempt
+
+    def discard(self, round: int, attempt: int, reason: str, deal: Any) -> None:
+        with self._db.transaction():
+            self._db.execute(
+                "UPDATE attempts SET status = 'discarded', reason = ? WHERE round = ? AND attempt = ?",
+                (reason, round, attempt),
+            )
+            self.put("deal", json.dumps(deal))
+
+    def commit(self, row: CommitRow, at: float) -> None:
+        """One transaction: after it the round counts, before it nothing of it does."""
+        accepted = [[r.key, r.worker, r.object, r.version, dict(r.scalars)] for r in row.accepted]
+        with self._db.transaction():
+            self._db.execute(
+                "INSERT INTO commits VALUES (?, ?, ?, ?, ?, ?)",
+                (row.round, row.attempt, json.dumps(row.state), json.dumps(row.deal), json.dumps(accepted), at),
+            )
+            self._db.execute(
+                "UPDATE attempts SET status = 'committed' WHERE round = ? AND attempt = ?", (row.round, row.attempt)
+            )
+            for reply in row.accepted:
+                if reply.version:
+                    self._db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?)", (reply.worker, reply.version))
+                tokens = int(reply.scalars.get("num_tokens", 0))
+                self._db.execute(
+                    "INSERT INTO contributions VALUES (?, ?, 1, 0, 0) ON CONFLICT (worker) DO UPDATE SET "
+                    "tokens = tokens + excluded.tokens, rounds = rounds + 1",
+                    (reply.worker, tokens),
+                )
+                for table in ("leases", "replies"):  # work beyond rounds is done once a commit used it
+                    self._db.execute(f"DELETE FROM {table} WHERE round > ? AND key = ?", (row.round, reply.key))
+            self.put("deal", json.dumps(row.deal))
+            # What older rounds needed for replay is covered by this commit.
+            for table in ("decisions", "leases", "replies"):
+                self._db.execute(f"DELETE FROM {table} WHERE round < ?", (row.round,))
+
+    def last_commit(self) -> CommitRow | None:
+        rows = self._db.query("SELECT round, attempt, state, deal, accepted FROM commits ORDER BY round DESC LIMIT 1")
+        if not rows:
+            return None
+        round, attempt, state, deal, accepted = rows[0]
+        replies = tuple(
+            ReplyRow(key=k, worker=w, object=o, version=v, scalars=s) for k, w, o, v, s in json.loads(accepted)
+        )
+        return CommitRow(
+            round=int(round), attempt=int(attempt), state=json.loads(state), deal=json.loads(deal), accepted=replies
+        )
+
+    def deal(self) -> Any:
+        """The data's deal as of now: the last commit's, and what open leases hold since."""
+        text = self.get("deal")
+        return json.loads(text) if text else None
+
+    def roll_back(self, round: int, deal: Any) -> None:
+        """Go back to the state after `round` rounds: used when the files of a later commit are gone."""
+        with self._db.transaction():
+            self.put("deal", json.dumps(deal))
+            for table in ("commits", "attempts", "decisions", "leases", "replies"):
+                self._db.execute(f"DELETE FROM {table} WHERE round >= ?", (round,))
+            self._db.execute("DELETE FROM versions")
+
+    # Within an attempt
+
+    def decide(self, round: int, attempt: int, name: str, value: Any) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO decisions VALUES (?, ?, ?, ?)", (round, attempt, name, json.dumps(value))
+        )
+
+    def decisions(self, round: int, attempt: int) -> dict[str, Any]:
+        rows = self._db.query("SELECT name, value FROM decisions WHERE round = ? AND attempt = ?", (round, attempt))
+        return {str(name): json.loads(value) for name, value in rows}
+
+    def issue(self, round: int, attempt: int, leases: Iterable[LeaseRow], deal: Any) -> None:
+        """Leases and the deal of the data that they hold, at once."""
+        with self._db.transaction():
+            for row in leases:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (round, attempt, row.key, row.issue, row.worker, row.lease, row.status, row.reason),
+                )
+            self.put("deal", json.dumps(deal))
+
+    def settle(self, round: int, attempt: int, key: str, issue: int, status: str, reason: str = "") -> None:
+        self._db.execute(
+            "UPDATE leases SET status = ?, reason = ? WHERE round = ? AND attempt = ? AND key = ? AND issue = ?",
+            (status, reason, round, attempt, key, issue),
+        )
+
+    def leases(self, round: int, attempt: int) -> list[LeaseRow]:
+        rows = self._db.query(
+            "SELECT key, issue, worker, lease, status, reason FROM leases WHERE round = ? AND attempt = ? "
+            "ORDER BY key, issue",
+            (round, attempt),
+        )
+        return [
+            LeaseRow(key=k, issue=i, worker=w, lease=bytes(blob), status=s, reason=r) for k, i, w, blob, s, r in rows
+        ]
+
+    def reply(self, round: int, attempt: int, row: ReplyRow, issue: int) -> int:
+        """Log an accepted reply and close its lease. Returns its place in the order of acceptance."""
+        with self._db.transaction():
+            self._db.execute(
+                "INSERT INTO replies (round, attempt, key, worker, object, scalars, version) VALUES (?,?,?,?,?,?,?)",
+                (round, attempt, row.key, row.worker, row.object, json.dumps(dict(row.scalars)), row.version),
+            )
+            self.settle(round, attempt, row.key, issue, "replied")
+            return int(self._db.query("SELECT max(number) FROM replies")[0][0])
+
+    def replies(self, round: int, attempt: int) -> list[ReplyRow]:
+        rows = self._db.query(
+            "SELECT number, key, worker, object, scalars, version FROM replies WHERE round = ? AND attempt = ? "
+            "ORDER BY number",
+            (round, attempt),
+        )
+        return [
+            ReplyRow(number=n, key=k, worker=w, object=o, scalars=json.loads(s), version=v) for n, k, w, o, s, v in rows
+        ]
+
+    # Who holds what, and who gave what
+
+    def versions(self) -> dict[str, str]:
+        """The committed pinned state of each worker."""
+        return {str(w): str(v) for w, v in self._db.query("SELECT worker, version FROM versions")}
+
+    def add_traffic(self, worker: str, up: int, down: int) -> None:
+        self._db.execute(
+            "INSERT INTO contributions VALUES (?, 0, 0, ?, ?) ON CONFLICT (worker) DO UPDATE SET "
+            "bytes_up = bytes_up + excluded.bytes_up, bytes_down = bytes_down + excluded.bytes_down",
+            (worker, up, down),
+        )
+
+    def contributions(self) -> list[dict[str, Any]]:
+        rows = self._db.query("SELECT worker, tokens, rounds, bytes_up, bytes_down FROM contributions ORDER BY worker")
+        return [
+            {"id": w, "tokens": int(t), "rounds": int(r), "bytes_up": int(u), "bytes_down": int(d)}
+            for w, t, r, u, d in rows
+        ]
+
+    # Metrics and events
+
+    def metric(self, round: int, name: str, value: float) -> None:
+        self._db.execute("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", (round, name, value))
+
+    def metrics(self, name: str) -> list[tuple[int, float]]:
+        rows = self._db.query("SELECT round, value FROM metrics WHERE name = ? ORDER BY round", (name,))
+        return [(int(r), float(v)) for r, v in rows]
+
+    def event(self, at: float, kind: str, detail: Mapping[str, Any]) -> None:
+        self._db.execute("INSERT INTO events (at, kind, detail) VALUES (?, ?, ?)", (at, kind, json.dumps(detail)))
+
+    def events(self, last: int = 100) -> list[tuple[float, str, dict[str, Any]]]:
+        rows = self._db.query("SELECT at, kind, detail FROM events ORDER BY number DESC LIMIT ?", (last,))
+        return [(float(a), str(k), json.loads(d)) for a, k, d in reversed(rows)]

@@ -1,0 +1,104 @@
+"""DiLoCo: every worker takes H local steps, then the coordinator takes one outer step.
+
+    delta_i = theta - theta_i                        pseudo-gradient of worker i after H inner steps
+    m      <- mu m + sum_i w_i delta_i               w_i = tokens_i / sum of tokens
+    theta  <- theta - eta (sum_i w_i delta_i + mu m)
+
+Douillard et al. 2023, arXiv:2311.08105, Algorithm 1. Two differences: contributions weigh by tokens, and a worker
+that is lost leaves the average. The inner AdamW state and the data position stay on the worker across rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from potluck.codecs.base import codec
+from potluck.codecs.bundle import flat_size
+from potluck.optim.outer import nesterov
+from potluck.strategies.fleet import Fleet, weighted_mean
+from potluck.strategies.replica import Replica
+from potluck.strategies.run import RunFacts
+from potluck.strategies.state import State
+from potluck.strategies.strategy import RoundBytes
+from potluck.strategies.task import Result, task
+from potluck.types.params import Params
+
+
+class DiLoCoConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_inner_steps: int = Field(100, ge=1, description="H: inner steps of each worker in a round")
+    outer_lr: float = Field(0.7, gt=0, description="eta: size of the outer step")
+    outer_momentum: float = Field(0.9, ge=0, lt=1, description="mu: Nesterov momentum; 0.6 suits runs of few rounds")
+    min_reply_fraction: float = Field(
+        0.5, gt=0, le=1, description="a round with fewer replies than this share of its workers is discarded"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCoState(State):
+    momentum: Params
+
+
+@task("diloco.inner", kind="pinned")  # the half that runs on the device
+def inner(replica: Replica, *, theta: Tensor, num_steps: int, progress: tuple[float, float]) -> Result:
+    replica.load(theta)
+    start, stop = progress
+    steps = [replica.train_step(progress=start + (stop - start) * i / num_steps) for i in range(num_steps)]
+    num_tokens = sum(s.num_tokens for s in steps)
+    loss_sum = sum(s.loss * s.num_tokens for s in steps)
+    return Result({"num_tokens": num_tokens, "loss_sum": loss_sum}, {"delta": theta - replica.params()})
+
+
+class DiLoCo:  # the half that runs on the coordinator
+    Config = DiLoCoConfig
+    State = DiLoCoState
+
+    def __init__(self, config: DiLoCoConfig) -> None:
+        self.config = config
+
+    def init(self, run: RunFacts) -> DiLoCoState:
+        return DiLoCoState(params=run.initial, momentum=run.zeros)
+
+    async def run_round(self, state: DiLoCoState, fleet: Fleet) -> DiLoCoState:
+        config, run, workers = self.config, fleet.run, fleet.workers()
+        num_steps = min(config.num_inner_steps, run.steps_left(state, len(workers)))
+        work = inner.bind(
+            theta=state.params,
+            num_steps=num_steps,
+            progress=run.progress_span(state, num_steps * len(workers)),
+        ).granted(num_steps * run.inner.sequences_per_step)
+        got = await fleet.call(
+            {w.id: work for w in workers},
+            key="inner",
+            min_replies=math.ceil(config.min_reply_fraction * len(workers)),
+            reduce=weighted_mean("delta", by="num_tokens"),
+        )
+        params, momentum = await fleet.apply(
+            nesterov,
+            state.params,
+            state.momentum,
+            got.reduced,
+            num_outputs=2,
+            lr=config.outer_lr,
+            momentum_coefficient=config.outer_momentum,
+        )
+        num_tokens = int(got.sum("num_tokens"))
+        return replace(
+            state,
+            params=params,
+            momentum=momentum,
+            round=state.round + 1,
+            tokens=state.tokens + num_tokens,
+            loss=got.sum("loss_sum") / num_tokens,
+        )
+
+    def estimate(self, run: RunFacts) -> RoundBytes:
+        return RoundBytes(
+            up=flat_size("delta", run.layout, codec(run.up_codec)),
+            down=flat_size("params", run.layout, codec(run.down_codec)),
+        )

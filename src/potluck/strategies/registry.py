@@ -1,0 +1,76 @@
+"""Which strategies there are: the shipped ones by name, and a user's own as `file.py:Class`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from potluck.strategies.strategy import Strategy
+from potluck.types.errors import RecipeError
+
+shipped = {
+    "diloco": "potluck.strategies.diloco:DiLoCo",
+    "sync_sgd": "potluck.strategies.sync_sgd:SyncSGD",
+}
+
+
+def strategy_type(name: str, *, base: Path | None = None) -> type[Strategy]:
+    """The class of a strategy. `name` is a shipped one or `file.py:Class`, the file relative to `base`. RecipeError."""
+    if ".py:" in name:
+        file, _, class_name = name.rpartition(":")
+        module = load_file((base or Path()) / file)
+        return _pick(module, class_name, file)
+    if name not in shipped:
+        near = difflib.get_close_matches(name, shipped, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(shipped))}, or your own file.py:Class"
+        raise RecipeError(f"strategy.name is {name!r}, which is not a shipped strategy; {hint}")
+    module_name, _, class_name = shipped[name].partition(":")
+    return _pick(importlib.import_module(module_name), class_name, module_name)
+
+
+def config_type(name: str, *, base: Path | None = None) -> type[BaseModel]:
+    """The settings a strategy takes: the `[strategy]` section without `name` and `inner`."""
+    return strategy_type(name, base=base).Config
+
+
+def install_tasks(name: str) -> None:
+    """Import a shipped strategy and validation, so that their tasks are installed. A user's file is loaded apart."""
+    importlib.import_module("potluck.strategies.evaluation")
+    if name in shipped:
+        importlib.import_module(shipped[name].partition(":")[0])
+
+
+def load_file(path: Path) -> Any:
+    """Import a user's strategy file by path, once for each content of it."""
+    if not path.is_file():
+        raise RecipeError(f"strategy file {path} does not exist; give its path relative to the recipe")
+    module_name = f"potluck_user_{path.stem}"
+    known = sys.modules.get(module_name)
+    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
+        return known
+    spec = importlib.util.spec_from_file_location(module_name, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        sys.modules.pop(module_name, None)
+        raise RecipeError(f"strategy file {path} does not load: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _pick(module: Any, class_name: str, where: str) -> type[Strategy]:
+    found = getattr(module, class_name, None)
+    if found is None:
+        raise RecipeError(f"{where} has no class {class_name!r}; name it as file.py:Class")
+    missing = [name for name in ("Config", "State", "init", "run_round", "estimate") if not hasattr(found, name)]
+    if missing:
+        raise RecipeError(f"{where}:{class_name} is not a strategy: it lacks {', '.join(missing)}")
+    return found

@@ -1,0 +1,41 @@
+"""One training method: explicit state in, explicit state out.
+
+A strategy is one file with both halves of the method: task functions for the devices and a class for the
+coordinator. The class names its `Config` (a pydantic model, the `[strategy]` section of a recipe) and its `State`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from pydantic import BaseModel
+
+from potluck.strategies.fleet import Fleet
+from potluck.strategies.run import RunFacts
+from potluck.strategies.state import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundBytes:
+    """What a strategy says one worker moves in one round, as objects: without training data and control messages."""
+
+    up: int
+    down: int
+
+
+class Strategy(Protocol):
+    Config: ClassVar[type[BaseModel]]
+    State: ClassVar[type[State]]
+
+    def __init__(self, config: Any) -> None: ...
+
+    def init(self, run: RunFacts) -> State:
+        """The state before the first round."""
+        ...
+
+    async def run_round(self, state: Any, fleet: Fleet) -> State:
+        """The proposed next state, or RoundFailed. Never mutates `state`; the same on every replay."""
+        ...
+
+    def estimate(self, run: RunFacts) -> RoundBytes: ...

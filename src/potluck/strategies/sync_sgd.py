@@ -1,0 +1,119 @@
+"""Synchronous data parallelism: every step averages the workers' gradients; the optimizer runs on the coordinator.
+
+    g = (sum_i g_i) / (sum_i n_i)       g_i: gradient of the *sum* of token losses of worker i, n_i: its tokens
+    g <- g * min(1, clip / |g|)         clipped once, here
+    theta <- adamw(theta, g)            or plain SGD, as `inner.optimizer` says
+
+So K workers with batch b take the very step of one machine with batch K b, also when their batches are unequal.
+(Clipping on each worker first would be another algorithm.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from potluck.codecs.base import codec
+from potluck.codecs.bundle import flat_size
+from potluck.optim.inner import InnerConfig, learning_rate
+from potluck.optim.outer import adamw, sgd
+from potluck.strategies.fleet import Fleet, total
+from potluck.strategies.replica import Replica
+from potluck.strategies.run import RunFacts
+from potluck.strategies.state import State
+from potluck.strategies.strategy import RoundBytes
+from potluck.strategies.task import Result, task
+from potluck.types.params import Params
+
+
+class SyncSGDConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_reply_fraction: float = Field(
+        0.5, gt=0, le=1, description="a step with fewer replies than this share of its workers is discarded"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSGDState(State):
+    first_moment: Params
+    second_moment: Params
+
+
+@task("sync_sgd.gradient", kind="pinned")  # pinned: it moves the data position
+def gradient(replica: Replica, *, theta: Tensor, num_sequences: int) -> Result:
+    replica.load(theta)
+    summed, loss = replica.gradient(num_sequences=num_sequences)
+    return Result({"num_tokens": loss.num_tokens, "loss_sum": loss.loss_sum}, {"gradient": summed})
+
+
+class SyncSGD:
+    Config = SyncSGDConfig
+    State = SyncSGDState
+
+    def __init__(self, config: SyncSGDConfig) -> None:
+        self.config = config
+
+    def init(self, run: RunFacts) -> SyncSGDState:
+        return SyncSGDState(params=run.initial, first_moment=run.zeros, second_moment=run.zeros)
+
+    async def run_round(self, state: SyncSGDState, fleet: Fleet) -> SyncSGDState:
+        run, workers = fleet.run, fleet.workers()
+        num_sequences = run.inner.sequences_per_step
+        work = gradient.bind(theta=state.params, num_sequences=num_sequences).granted(num_sequences)
+        got = await fleet.call(
+            {w.id: work for w in workers},
+            key="gradient",
+            min_replies=math.ceil(self.config.min_reply_fraction * len(workers)),
+            reduce=total("gradient"),
+        )
+        num_tokens = int(got.sum("num_tokens"))
+        progress, _ = run.progress_span(state, len(workers))
+        scale = clip_scale(await fleet.norm(got.reduced) / num_tokens, run.inner.clip) / num_tokens
+        stepped = await step(fleet, state, got.reduced, config=run.inner, progress=progress, scale=scale)
+        return replace(
+            stepped,
+            round=state.round + 1,
+            tokens=state.tokens + num_tokens,
+            loss=got.sum("loss_sum") / num_tokens,
+        )
+
+    def estimate(self, run: RunFacts) -> RoundBytes:
+        return RoundBytes(
+            up=flat_size("gradient", run.layout, codec(run.up_codec)),
+            down=flat_size("params", run.layout, codec(run.down_codec)),
+        )
+
+
+def clip_scale(norm: float, clip: float) -> float:
+    """What `torch.nn.utils.clip_grad_norm_` multiplies by; 1 where clipping is off."""
+    return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+
+
+async def step(
+    fleet: Fleet, state: SyncSGDState, summed: Params, *, config: InnerConfig, progress: float, scale: float
+) -> SyncSGDState:
+    """One optimizer step with the gradient `scale * summed`."""
+    lr = learning_rate(config, progress)
+    if config.optimizer == "sgd":
+        (params,) = await fleet.apply(sgd, state.params, summed, lr=lr, weight_decay=config.weight_decay, scale=scale)
+        return replace(state, params=params)
+    params, first, second = await fleet.apply(
+        adamw,
+        state.params,
+        state.first_moment,
+        state.second_moment,
+        summed,
+        num_outputs=3,
+        lr=lr,
+        beta1=config.betas[0],
+        beta2=config.betas[1],
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        step=state.round + 1,
+        scale=scale,
+    )
+    return replace(state, params=params, first_moment=first, second_moment=second)

@@ -1,0 +1,224 @@
+"""The worker's agent: keeps the connection to the coordinator up, listens to what is wanted and reports what is.
+
+Control is level-triggered: each message states the whole situation, so after any break the next one repairs all.
+Training never stops for a broken link; results wait until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from potluck.clock import Clock, Executor
+from potluck.protocol import check_version, pb, version
+from potluck.strategies.run import RunSpec
+from potluck.transport.connection import Channel, Connection
+from potluck.transport.inline import Assembler, frames
+from potluck.types.errors import ConnectionLost, CoordinatorUnreachable, CorruptError, Refused
+from potluck.types.ids import WorkerId
+from potluck.types.profile import DeviceProfile
+from potluck.worker.link import Link
+from potluck.worker.runner import Runner
+
+first_wait_s = 0.5
+longest_wait_s = 5.0
+MAX_RUN_JSON_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class Introduction:
+    """How the worker introduces itself."""
+
+    id: WorkerId
+    profile: DeviceProfile
+    strategies: tuple[tuple[str, str], ...] = ()  # (file name, digest) that the owner allows
+    private_sequences: int = 0
+
+
+class Agent:
+    """One worker of one run.
+
+    `connect` makes a new connection; `equip` builds the runner for a run once its spec is known, and `told` hears
+    one line for people at a time.
+    """
+
+    def __init__(
+        self, introduction: Introduction, *, connect: Callable[[], Awaitable[Connection]],
+        equip: Callable[[RunSpec, Link], Awaitable[Runner]], clock: Clock, executor: Executor,
+        told: Callable[[str], None], patience_s: float = 60.0,
+    ) -> None:  # fmt: skip
+        self.introduction = introduction
+        self._connect, self._equip, self._clock, self._executor, self._told = connect, equip, clock, executor, told
+        self._patience_s = patience_s
+        self._random = random.Random(introduction.id)
+        self._leaving = False
+        self._note = ""
+        self.link = Link()
+        self.runner: Runner | None = None
+        self.spec: RunSpec | None = None
+        self.ended = ""  # why the run ended, as the coordinator said it
+
+    async def work(self) -> None:
+        """Until the run ends, the worker leaves, or the coordinator refuses it (Refused)."""
+        running: asyncio.Task[None] | None = None
+        wait_s, first_try = first_wait_s, self._clock.now()
+        try:
+            while not self.ended and not self._leaving:
+                try:
+                    connection = await self._connect()
+                    try:
+                        await self._join(connection)
+                        wait_s = first_wait_s
+                        assert self.runner is not None
+                        if running is None:
+                            running = asyncio.create_task(self.runner.run())
+                        await self._serve(connection, running)
+                    finally:
+                        self.link.set(None)
+                        await connection.close()
+                except ConnectionLost as lost:
+                    if self.spec is None and self._clock.now() - first_try > self._patience_s:
+                        raise CoordinatorUnreachable(
+                            f"no coordinator answers ({lost}); check the address and that `potluck host` runs there"
+                        ) from lost
+                    self._told(f"the coordinator cannot be reached ({lost}); trying again")
+                if not self.ended and not self._leaving:
+                    await self._clock.sleep(wait_s * self._random.uniform(0.5, 1.0))
+                    wait_s = min(wait_s * 2, longest_wait_s)
+        finally:
+            if running is not None:
+                if self.runner is not None:
+                    self.runner.trainer.cancel()
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    def leave(self) -> None:
+        """Hand everything back and go; the coordinator is told first if it can be reached."""
+        self._leaving = True
+        if self.runner is not None:
+            self.runner.changed.set()
+
+    def note(self, text: str) -> None:
+        """A sentence for people on this machine and for the run's log."""
+        self._told(text)
+        self._note = text[:500]
+
+    async def _join(self, connection: Connection) -> None:
+        """Welcome: learn what the run is, and get ready for it the first time."""
+        request = pb.WelcomeRequest(
+            version=version(),
+            profile_json=json.dumps(self.introduction.profile.to_json()),
+            strategies=[pb.StrategyFile(name=n, digest=d) for n, d in self.introduction.strategies],
+            private_sequences=self.introduction.private_sequences,
+            local_version=self.runner.adopted if self.runner else "",
+        )
+        data = await connection.call("Welcome", request.SerializeToString())
+        try:
+            reply = pb.WelcomeReply.FromString(data)
+            check_version(reply.version, who="the coordinator")
+            if len(reply.run_json) > MAX_RUN_JSON_BYTES:
+                raise Refused("the coordinator's description of the run is too long to be true")
+            spec = RunSpec.model_validate_json(reply.run_json)
+        except ValueError as error:
+            raise Refused(f"the coordinator's description of the run cannot be read: {error}") from error
+        if self.spec is not None and spec.run_id != self.spec.run_id:
+            raise Refused(f"the coordinator now serves run {spec.run_id} and this worker joined {self.spec.run_id}")
+        self.spec = spec
+        self.link.set(connection)
+        if self.runner is None:
+            self._told(f"joined run {spec.name} ({spec.run_id}) as {self.introduction.id}")
+            self.runner = await self._equip(spec, self.link)
+
+    async def _serve(self, connection: Connection, running: asyncio.Task[None]) -> None:
+        """Control and Data until the link breaks or the run ends."""
+        control = await connection.open("Control")
+        data = await connection.open("Data")
+        self.runner_ready().changed.set()
+        parts = [
+            asyncio.ensure_future(c)
+            for c in (
+                self._read_desired(control),
+                self._write_reports(control),
+                self._read_data(data),
+                self._write_data(data),
+            )
+        ]
+        try:
+            await asyncio.wait([*parts, running], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for part in parts:
+                part.cancel()
+            results = await asyncio.gather(*parts, return_exceptions=True)
+            await data.close()
+            await control.close()
+        if running.done():
+            running.result()  # an error in the runner itself is ours: let it show
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    def runner_ready(self) -> Runner:
+        assert self.runner is not None, "the runner is built at Welcome"
+        return self.runner
+
+    async def _read_desired(self, control: Channel) -> None:
+        runner = self.runner_ready()
+        while (message := await control.receive()) is not None:
+            desired = pb.Desired.FromString(message)
+            await runner.desire(desired)
+            if desired.stopping:
+                self.ended = desired.stop_reason or "the run ended"
+                return
+        raise ConnectionLost("the coordinator ended the stream")
+
+    async def _write_reports(self, control: Channel) -> None:
+        runner = self.runner_ready()
+        assert self.spec is not None
+        sequence = 0
+        while True:
+            sequence += 1
+            runner.changed.clear()
+            await runner.deliver_emissions()
+            report = pb.Report(
+                sequence=sequence,
+                results=list(runner.results.values()),
+                progress=runner.progress(),
+                local_version=runner.adopted,
+                input_acks=[f"{id[2]}/{step}" for id, post in runner.posts.items() for step in post.taken()],
+                leaving=self._leaving,
+                note=self._note,
+            )
+            await control.send(report.SerializeToString())
+            if self._leaving:
+                await self._clock.sleep(0.2)  # let the message out before the stream closes
+                return
+            try:
+                await asyncio.wait_for(runner.changed.wait(), self.spec.heartbeat_s)
+            except TimeoutError:
+                continue
+
+    async def _read_data(self, data: Channel) -> None:
+        assembler = Assembler()
+        while (frame := await data.receive()) is not None:
+            try:
+                done = assembler.add(frame)
+            except CorruptError as error:
+                raise ConnectionLost(str(error)) from error  # sent again on the next stream
+            if done is not None:
+                self.runner_ready().give_operands(*done)
+        await asyncio.Event().wait()  # no more inline tensors: the control stream decides when this ends
+
+    async def _write_data(self, data: Channel) -> None:
+        runner = self.runner_ready()
+        sent: set[tuple[int, int, str]] = set()
+        while True:
+            for id, tensors in list(runner.inline_results.items()):
+                if id not in sent:
+                    sent.add(id)
+                    for frame in frames(id, tensors):
+                        await data.send(frame)
+            runner.inline_changed.clear()
+            await runner.inline_changed.wait()

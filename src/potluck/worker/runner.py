@@ -1,0 +1,277 @@
+"""Does the work a worker is told to do: one task at a time, from its inputs on disk to its result at the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from potluck.clock import Clock, Executor
+from potluck.codecs.base import codec
+from potluck.codecs.bundle import Bundle, write_flat
+from potluck.fleet.roster import LeaseId
+from potluck.protocol import pb, upload_purpose
+from potluck.storage.digest import check_digest
+from potluck.strategies.replica import TaskCancelled
+from potluck.strategies.task import Result, TaskFunction, decode_arguments, installed
+from potluck.transport import objects
+from potluck.types.errors import CorruptError, PotluckError, Refused
+from potluck.types.ids import Digest
+from potluck.worker.link import Link
+from potluck.worker.session import Post
+from potluck.worker.sources import Sources
+from potluck.worker.state import RunFolder
+from potluck.worker.trainer import Trainer
+
+MAX_WANTED = 256
+
+
+def lease_id(lease: pb.Lease | pb.TaskResult) -> LeaseId:
+    return (lease.round, lease.attempt, lease.key)
+
+
+def session_of(id: LeaseId) -> LeaseId:
+    """The lease that a result belongs to: an emission of a session is named `key@step`."""
+    round, attempt, key = id
+    return (round, attempt, key.partition("@")[0])
+
+
+class Runner:
+    """Holds what is wanted, does it in order, and keeps results until they are acknowledged."""
+
+    def __init__(
+        self, *, folder: RunFolder, trainer: Trainer, sources: Sources, link: Link, clock: Clock,
+        compute: Executor, files: Executor, note: Callable[[str], None],
+        cost_s: Callable[[pb.Lease], float] = lambda _: 0.0,
+    ) -> None:  # fmt: skip
+        self.folder, self.trainer, self.sources, self.link = folder, trainer, sources, link
+        self._clock, self._compute, self._files, self._note, self._cost_s = clock, compute, files, note, cost_s
+        self.wanted: dict[LeaseId, pb.Lease] = {}
+        self.results: dict[LeaseId, pb.TaskResult] = {}
+        self.inline_results: dict[LeaseId, dict[str, Tensor]] = {}
+        self.operands: dict[LeaseId, dict[str, Tensor]] = {}
+        self.current: LeaseId | None = None
+        self.activity = ("waiting", 0)
+        self.adopted = ""
+        self.changed = asyncio.Event()  # something new to report
+        self.inline_changed = asyncio.Event()
+        self.posts: dict[LeaseId, Post] = {}
+        self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    async def restore(self) -> None:
+        """Results of an earlier process that nobody acknowledged yet."""
+        self.results = await self._files.run(self.folder.load_results)
+
+    # What the coordinator wants
+
+    async def desire(self, desired: pb.Desired) -> None:
+        """Take the whole situation in: start what is new, drop what is no longer wanted, adopt what was committed."""
+        self.wanted = {lease_id(lease): lease for lease in desired.leases[:MAX_WANTED]}
+        for verdict in desired.verdicts:
+            if verdict.verdict == "refused":
+                self._note(f"the coordinator refused {verdict.key} of round {verdict.round + 1}: {verdict.reason}")
+        settled = {(v.round, v.attempt, v.key) for v in desired.verdicts}
+        gone = [i for i in self.results if i in settled or session_of(i) not in self.wanted]
+        for id in gone:
+            del self.results[id]
+            self.inline_results.pop(id, None)
+        if self.current is not None and self.current not in self.wanted:
+            self.trainer.cancel()
+            for post in self.posts.values():
+                post.cancel()
+        for given in desired.inputs:
+            await self._take_input(given)
+        if gone or desired.adopted_version != self.adopted:
+            self.adopted = desired.adopted_version
+            await self._files.run(self._tidy, desired.adopted_version)
+        self._wake.set()
+
+    def _tidy(self, adopted: str) -> None:
+        pending = [lease.next_version for lease in self.wanted.values()]
+        bases = [lease.base_version for lease in self.wanted.values()]
+        self.folder.keep_versions([adopted, *pending, *bases])
+        self.folder.save_results(self.results)
+        needed = {Digest(r.object) for r in self.results.values() if r.object}
+        needed |= {Digest(d) for lease in self.wanted.values() for d in lease.objects}
+        self.folder.objects.collect(needed | self.sources.digests())
+
+    async def _take_input(self, given: pb.SessionInput) -> None:
+        for id, post in self.posts.items():
+            if id[2] == given.key and not post.has_input(given.step):
+                for digest in given.objects:
+                    await self._fetch(Digest(digest))
+                value = json.loads(given.arguments_json)
+                post.put_input(given.step, await self._files.run(self._decode, value, {}))
+                self.changed.set()
+
+    # Doing it
+
+    async def run(self) -> None:
+        while True:
+            waiting = [x for id, x in self.wanted.items() if id not in self.results]
+            if not waiting:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            lease = waiting[0]
+            self.current = lease_id(lease)
+            try:
+                await self._do(lease)
+            except TaskCancelled:
+                pass
+            except PotluckError as error:
+                self._fail(lease, str(error))
+            except Exception as error:  # whatever a task or its libraries raise costs that task, not the worker
+                self._note("".join(traceback.format_exception(error)))
+                self._fail(lease, f"{type(error).__name__}: {error}")
+            finally:
+                self.posts.pop(self.current, None)
+                self.current = None
+                self.activity = ("waiting", 0)
+                self.changed.set()
+
+    def _fail(self, lease: pb.Lease, reason: str) -> None:
+        self._note(f"{lease.task} failed: {reason}")
+        self.results[lease_id(lease)] = pb.TaskResult(
+            key=lease.key, attempt=lease.attempt, round=lease.round, error=reason[:500]
+        )
+
+    async def _do(self, lease: pb.Lease) -> None:
+        function = installed(lease.task)
+        if function is None:
+            raise Refused(f"this worker has no task named {lease.task[:100]!r}; install the version the coordinator runs")
+        if lease.running_only:
+            raise Refused(f"session {lease.key[:100]!r} does not run here any more")
+        for digest in lease.objects:
+            await self._fetch(check_digest(digest))
+        operands = await self._wait_operands(lease) if lease.num_inline else {}
+        arguments = await self._files.run(self._decode, json.loads(lease.arguments_json), operands)
+        started = self._clock.now()
+        self.activity = ("training", 0)
+        result = await self._compute.run(self._perform, function, lease, arguments, cost_s=self._cost_s(lease))
+        seconds = self._clock.now() - started
+        if lease_id(lease) not in self.wanted:
+            raise TaskCancelled
+        await self._deliver(lease, result, seconds)
+
+    def _perform(self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any]) -> Result:
+        """In the compute thread."""
+        pinned = function.kind != "pure"
+        with self.sources.open(lease) as source:
+            replica = self.trainer.prepare(lease, source, pinned=pinned)
+            if function.kind == "session":
+                post = Post(lambda: self._loop.call_soon_threadsafe(self.changed.set))
+                replica.mailbox = self.posts[lease_id(lease)] = post
+            result = function.function(replica, **arguments)
+            if pinned:
+                self.trainer.keep(lease, source)
+        return result
+
+    async def _deliver(self, lease: pb.Lease, result: Result, seconds: float) -> None:
+        answer = pb.TaskResult(
+            key=lease.key, attempt=lease.attempt, round=lease.round,
+            scalars_json=json.dumps(dict(result.scalars)), seconds=seconds,
+        )  # fmt: skip
+        if result.tensors:
+            self.activity = ("uploading", 0)
+            digest = await self._files.run(self._encode, lease, result.tensors)
+            await self.link.retry(lambda connection: self._push(connection, digest, lease))
+            answer.object = digest
+        if result.inline:
+            answer.num_inline = len(result.inline)
+            self.inline_results[lease_id(lease)] = dict(result.inline)
+            self.inline_changed.set()
+        self.results[lease_id(lease)] = answer
+        await self._files.run(self.folder.save_results, dict(self.results))
+
+    async def deliver_emissions(self) -> None:
+        """Turn what running sessions emitted into results to report."""
+        for id, post in list(self.posts.items()):
+            lease = self.wanted.get(id)
+            for step in [s for s in list(post.emissions) if lease is not None]:
+                scalars, tensors = post.emissions.pop(step)
+                assert lease is not None
+                answer = pb.TaskResult(
+                    key=f"{lease.key}@{step}", attempt=lease.attempt, round=lease.round, step=step,
+                    scalars_json=json.dumps(dict(scalars)),
+                )  # fmt: skip
+                if tensors:
+                    answer.object = await self._files.run(self._encode, lease, tensors)
+                    await self._push(await self.link.connection(), Digest(answer.object), lease)
+                self.results[lease_id(answer)] = answer
+
+    async def _push(self, connection: Any, digest: Digest, lease: pb.Lease) -> None:
+        await objects.push(
+            connection, digest, self.folder.objects.path(digest), upload_purpose(*lease_id(lease)), self._files,
+            on_progress=lambda n: self._moved("uploading", n),
+        )  # fmt: skip
+
+    async def _fetch(self, digest: Digest) -> None:
+        if not self.folder.objects.has(digest):
+            self.activity = ("downloading", 0)
+            await self.link.retry(
+                lambda connection: objects.fetch(
+                    connection, digest, self.folder.objects, self._files,
+                    on_progress=lambda n: self._moved("downloading", n),
+                )  # fmt: skip
+            )
+
+    def _moved(self, activity: str, num_bytes: int) -> None:
+        self.activity = (activity, num_bytes)
+
+    async def _wait_operands(self, lease: pb.Lease) -> dict[str, Tensor]:
+        while lease_id(lease) not in self.operands:
+            if lease_id(lease) not in self.wanted:
+                raise TaskCancelled
+            self._wake.clear()
+            await self._wake.wait()
+        return self.operands.pop(lease_id(lease))
+
+    def give_operands(self, id: LeaseId, tensors: dict[str, Tensor]) -> None:
+        self.operands[id] = tensors
+        self._wake.set()
+
+    # Values to and from bytes, in a file thread
+
+    def _decode(self, value: Any, operands: Mapping[str, Tensor]) -> Any:
+        def params(digest: Digest) -> Tensor:
+            with Bundle.open(self.folder.objects.path(digest)) as bundle:
+                return bundle.decode_flat("params", self.trainer.layout)
+
+        def tensors(digest: Digest) -> Mapping[str, Tensor]:
+            with Bundle.open(self.folder.objects.path(digest)) as bundle:
+                return bundle.read_all()
+
+        def inline(index: int) -> Tensor:
+            found = operands.get(str(index))
+            if found is None:
+                raise CorruptError(f"inline operand {index} did not arrive")
+            return found
+
+        return decode_arguments(value, params=params, tensors=tensors, inline=inline)
+
+    def _encode(self, lease: pb.Lease, tensors: Mapping[str, Tensor]) -> Digest:
+        ((name, vector),) = tensors.items()
+        path = self.folder.root / "result.tmp"
+        write_flat(path, name, vector, self.trainer.layout, codec(lease.up_codec or "fp32"))
+        return self.folder.objects.adopt(path)
+
+    # What to report
+
+    def progress(self) -> list[pb.Progress]:
+        if self.current is None:
+            return []
+        _, attempt, key = self.current
+        activity, step = self.activity
+        if activity == "training":
+            step = self.trainer.num_steps
+        return [
+            pb.Progress(
+                key=key, attempt=attempt, step=step, activity=activity, tokens_per_s=self.trainer.tokens_per_s
+            )
+        ]

@@ -1,0 +1,51 @@
+"""The post of a running session: results out, inputs in, across the compute thread and the event loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from potluck.strategies.replica import TaskCancelled
+
+
+class Post:
+    """A `Mailbox` for the task's thread; the event loop puts inputs in and takes emissions out."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        self._inputs: dict[int, Mapping[str, Any]] = {}
+        self._arrived = threading.Condition()
+        self._cancelled = False
+        self.emissions: dict[int, tuple[Mapping[str, float | int | str], Mapping[str, Tensor]]] = {}
+
+    def emit(self, step: int, scalars: Mapping[str, float | int | str], tensors: Mapping[str, Tensor]) -> None:
+        self.emissions[step] = (scalars, tensors)
+        self._changed()
+
+    def take(self, step: int) -> Mapping[str, Any]:
+        with self._arrived:
+            while step not in self._inputs:
+                if self._cancelled:
+                    raise TaskCancelled
+                self._arrived.wait()
+            return self._inputs[step]
+
+    def has_input(self, step: int) -> bool:
+        return step in self._inputs
+
+    def taken(self) -> list[int]:
+        """Steps whose input is here, to be acknowledged."""
+        return sorted(self._inputs)
+
+    def put_input(self, step: int, value: Mapping[str, Any]) -> None:
+        with self._arrived:
+            self._inputs[step] = value
+            self._arrived.notify_all()
+
+    def cancel(self) -> None:
+        with self._arrived:
+            self._cancelled = True
+            self._arrived.notify_all()

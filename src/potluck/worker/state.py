@@ -1,0 +1,92 @@
+"""What a worker keeps on its disk: its identity, its pinned states, its unfinished and unread results.
+
+    STATE/lock              held by the one process that uses the folder
+    STATE/identity/         key and certificate (transport/security)
+    STATE/runs/RUN/objects/      what it downloaded and will upload
+    STATE/runs/RUN/local/VERSION.safetensors   inner optimizer, data position: one file a version
+    STATE/runs/RUN/results.json  finished work that the coordinator has not acknowledged
+
+A task reads version v and writes v+1 beside it. The worker adopts v+1 when the coordinator says it was committed and
+drops it otherwise, so a kill at any moment loses at most the task that ran.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from potluck.fleet.roster import LeaseId
+from potluck.protocol import pb
+from potluck.storage.files import write_atomic
+from potluck.storage.objects import ObjectStore
+from potluck.types.errors import CorruptError
+
+
+class RunFolder:
+    """A worker's files for one run. All methods block."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._local = root / "local"
+        self._local.mkdir(parents=True, exist_ok=True)
+        self.objects = ObjectStore(root / "objects")
+        for leftover in self._local.glob("*.tmp"):
+            leftover.unlink()
+
+    # Pinned states
+
+    def _path(self, version: str) -> Path:
+        name = hashlib.sha256(version.encode()).hexdigest()[:32]  # a version is a name from the network
+        return self._local / f"{name}.safetensors"
+
+    def has_version(self, version: str) -> bool:
+        return bool(version) and self._path(version).exists()
+
+    def save_version(self, version: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Whole or not at all. `scalars` are JSON values."""
+        path = self._path(version)
+        scratch = path.with_suffix(".tmp")
+        contiguous = {name: t.contiguous() for name, t in tensors.items()}
+        save_file(contiguous, scratch, metadata={"version": version, "scalars": json.dumps(dict(scalars))})
+        scratch.replace(path)
+
+    def load_version(self, version: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """CorruptError if the file cannot be read."""
+        path = self._path(version)
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+                return {name: file.get_tensor(name) for name in file.keys()}, json.loads(metadata["scalars"])  # noqa: SIM118
+        except Exception as error:  # safetensors raises its own, OSError or ValueError
+            raise CorruptError(f"the worker's state {path} cannot be read: {error}") from error
+
+    def keep_versions(self, keep: Iterable[str]) -> None:
+        """Drop every state that is neither adopted nor waited for."""
+        paths = {self._path(version) for version in keep if version}
+        for path in self._local.glob("*.safetensors"):
+            if path not in paths:
+                path.unlink(missing_ok=True)
+
+    # Results that wait for their verdict
+
+    def save_results(self, results: Mapping[LeaseId, pb.TaskResult]) -> None:
+        rows = [base64.b64encode(r.SerializeToString()).decode() for r in results.values() if not r.num_inline]
+        write_atomic(self.root / "results.json", json.dumps(rows).encode())
+
+    def load_results(self) -> dict[LeaseId, pb.TaskResult]:
+        path = self.root / "results.json"
+        if not path.exists():
+            return {}
+        try:
+            results = [pb.TaskResult.FromString(base64.b64decode(row)) for row in json.loads(path.read_bytes())]
+        except Exception:  # a broken list of results costs their work, nothing else
+            return {}
+        return {(r.round, r.attempt, r.key): r for r in results}
