@@ -1,0 +1,286 @@
+"""Documents from text files, JSON lines, parquet files and saved `datasets` directories; nothing is held whole.
+
+A text file is one document. Longer than 1 MiB, it becomes several, cut at blank lines where there are any. In JSON
+lines and tables each record is one. A record that cannot be used is skipped, counted and reported with its place; a
+source without a single usable document is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from potluck.data.sources import Source, unreadable
+from potluck.types.errors import DataError
+
+MAX_DOCUMENT_BYTES = 1 << 20  # of a text file; records of other formats are taken as they are
+MAX_LINE_BYTES = 64 << 20
+_max_reported = 20
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Something that could not be used. `line` counts from 1 (a row of a table too); 0 means the whole file."""
+
+    file: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}" if self.line else f"{self.file}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadReport:
+    """What reading brought. `skipped` is for the data's owner only: it names files; `sentence()` does not."""
+
+    num_documents: int = 0
+    num_bytes: int = 0  # of text, in UTF-8
+    num_skipped: int = 0
+    skipped: tuple[Skipped, ...] = ()  # the first 20
+    truncated: bool = False  # `max_bytes` was reached
+
+    def sentence(self) -> str:
+        """Counts only: fit to be sent to others."""
+        end = ", the rest left out by `max_bytes`" if self.truncated else ""
+        skipped = f"; {self.num_skipped:,} records or files skipped" if self.num_skipped else ""
+        return f"{self.num_documents:,} documents, {self.num_bytes / 1e6:.1f} MB of text{end}{skipped}"
+
+    def to_json(self) -> dict[str, Any]:
+        skipped = [[s.file, s.line, s.reason] for s in self.skipped]
+        return {
+            "num_documents": self.num_documents,
+            "num_bytes": self.num_bytes,
+            "num_skipped": self.num_skipped,
+            "skipped": skipped,
+            "truncated": self.truncated,
+        }
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> ReadReport:
+        skipped = tuple(Skipped(str(f), int(n), str(r)) for f, n, r in value["skipped"])
+        return ReadReport(
+            num_documents=int(value["num_documents"]),
+            num_bytes=int(value["num_bytes"]),
+            num_skipped=int(value["num_skipped"]),
+            skipped=skipped,
+            truncated=bool(value["truncated"]),
+        )
+
+
+@dataclass
+class Reader:
+    """Reads documents and keeps count. Each pass over the same sources gives the same documents."""
+
+    sources: Sequence[Source]
+    text_field: str = "text"
+    max_bytes: int = 0
+    unknown: Sequence[Path] = ()
+    _num_documents: int = 0
+    _num_bytes: int = 0
+    _num_skipped: int = 0
+    _skipped: list[Skipped] = field(default_factory=list[Skipped])
+    _truncated: bool = False
+
+    def report(self) -> ReadReport:
+        """Of the last pass."""
+        return ReadReport(
+            num_documents=self._num_documents,
+            num_bytes=self._num_bytes,
+            num_skipped=self._num_skipped,
+            skipped=tuple(self._skipped),
+            truncated=self._truncated,
+        )
+
+    def documents(self) -> Iterator[str]:
+        """One pass. DataError if a named file cannot be used, or if nothing at all was found."""
+        self._num_documents = self._num_bytes = self._num_skipped = 0
+        self._skipped, self._truncated = [], False
+        for path in self.unknown:
+            self._skip(path.name, 0, f"files named {path.suffix or 'without an ending'} are of no known kind")
+        for source in self.sources:
+            before, skipped_before = self._num_documents, len(self._skipped)
+            try:
+                for text in self._read(source):
+                    num_bytes = len(text.encode())
+                    if self.max_bytes and self._num_bytes + num_bytes > self.max_bytes and self._num_documents:
+                        self._truncated = True
+                        return
+                    self._num_documents += 1
+                    self._num_bytes += num_bytes
+                    yield text
+            except OSError as error:
+                self._fault(source, unreadable(source.path, error))
+            except DataError as error:
+                self._fault(source, error)
+            else:
+                if self._num_documents == before and source.named:
+                    reasons = self._skipped[skipped_before:]
+                    why = f"none of its records can be used ({reasons[0]})" if reasons else "it is empty"
+                    raise DataError(f"{source.path} holds no text: {why}; mend it or leave it out")
+        if not self._num_documents:
+            why = f"; the first of {self._num_skipped} faults: {self._skipped[0]}" if self._skipped else ""
+            raise DataError(f"{len(self.sources)} data files were read and none holds text{why}")
+
+    def _fault(self, source: Source, error: DataError) -> None:
+        if source.named:
+            raise error
+        self._skip(source.name, 0, str(error))
+
+    def _skip(self, file: str, line: int, reason: str) -> None:
+        self._num_skipped += 1
+        if len(self._skipped) < _max_reported:
+            self._skipped.append(Skipped(file, line, reason))
+
+    def _read(self, source: Source) -> Iterator[str]:
+        match source.kind:
+            case "text":
+                return self._text(source)
+            case "jsonl":
+                return self._json_lines(source)
+            case "parquet":
+                return self._parquet(source)
+            case "datasets":
+                return self._saved_dataset(source)
+            case "tokens":
+                raise AssertionError("arrays of tokens are opened, not read")
+
+    def _text(self, source: Source) -> Iterator[str]:
+        """A file that is not text is found out before its first document is handed on, if it is not a long one."""
+        offset, rest = 0, b""
+        with source.path.open("rb") as file:
+            while True:
+                block = file.read(MAX_DOCUMENT_BYTES - len(rest))
+                data = rest + block
+                if not data:
+                    return
+                at_end = len(data) < MAX_DOCUMENT_BYTES
+                cut = len(data) if at_end else _cut(data)
+                text = _decode(source.path, data[:cut], offset)
+                if text.strip():
+                    yield text
+                offset, rest = offset + cut, data[cut:]
+                if at_end:
+                    return
+
+    def _json_lines(self, source: Source) -> Iterator[str]:
+        with source.path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    self._skip(source.name, number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(MAX_LINE_BYTES)
+                    continue
+                if not line.strip():
+                    continue
+                try:
+                    value: Any = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except (ValueError, RecursionError) as error:
+                    self._skip(source.name, number, f"not JSON: {error}")
+                    continue
+                if not isinstance(value, dict):
+                    self._skip(source.name, number, f"a JSON object is needed, not a {type(value).__name__}")
+                elif self.text_field not in value:
+                    self._skip(source.name, number, f"it has no field {self.text_field!r}")
+                else:
+                    yield from self._usable(source, number, value[self.text_field])
+
+    def _usable(self, source: Source, number: int, text: object) -> Iterator[str]:
+        if not isinstance(text, str):
+            self._skip(source.name, number, f"{self.text_field!r} holds no text but a {type(text).__name__}")
+        elif not text.strip():
+            self._skip(source.name, number, f"{self.text_field!r} is empty")
+        elif not _is_unicode(text):
+            self._skip(source.name, number, f"{self.text_field!r} holds half a surrogate pair, which is not text")
+        else:
+            yield text
+
+    def _parquet(self, source: Source) -> Iterator[str]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with pq.ParquetFile(source.path) as file:
+                self._check_column(source, file.schema_arrow.names)
+                number = 0
+                for batch in file.iter_batches(batch_size=256, columns=[self.text_field]):
+                    for value in batch.column(0).to_pylist():
+                        number += 1
+                        yield from self._usable(source, number, value)
+        except (pa.ArrowException, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{source.path} is not a whole parquet file: {_first_line(error)}; write it again"
+            ) from error
+
+    def _saved_dataset(self, source: Source) -> Iterator[str]:
+        import datasets
+
+        try:
+            loaded: Any = datasets.load_from_disk(str(source.path))
+        except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+            raise DataError(
+                f"{source.path} is not a whole saved dataset: {_first_line(error)}; save it again with `save_to_disk`"
+            ) from error
+        if isinstance(loaded, datasets.DatasetDict):
+            splits = [str(name) for name in loaded]
+            if "train" not in splits:
+                raise DataError(
+                    f"{source.path} has the splits {', '.join(splits)} and none named train; name one's folder"
+                )
+            loaded = loaded["train"]
+        self._check_column(source, list(loaded.column_names))
+        number = 0
+        for batch in loaded.select_columns([self.text_field]).iter(batch_size=256):
+            for value in batch[self.text_field]:
+                number += 1
+                yield from self._usable(source, number, value)
+
+    def _check_column(self, source: Source, columns: Sequence[str]) -> None:
+        if self.text_field not in columns:
+            raise DataError(
+                f"{source.path} has the columns {', '.join(columns[:20])} and none named {self.text_field!r}; "
+                "set `data.text_field`"
+            )
+
+
+def _cut(data: bytes) -> int:
+    """Where a long text is cut: after the last blank line, else line, of its second half, else between characters."""
+    half = len(data) // 2
+    for mark in (b"\n\n", b"\n\r\n", b"\n"):
+        at = data.rfind(mark, half)
+        if at >= 0:
+            return at + len(mark)
+    cut = len(data)
+    while cut > len(data) - 4 and data[cut - 1] & 0xC0 == 0x80:
+        cut -= 1
+    return cut - 1 if data[cut - 1] >= 0xC0 else cut
+
+
+def _decode(path: Path, data: bytes, offset: int) -> str:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at, what = offset + error.start, f"byte 0x{data[error.start]:02x} is not valid UTF-8"
+    else:
+        zero = data.find(0)
+        if zero < 0:
+            return text.removeprefix("\ufeff") if offset == 0 else text
+        at, what = offset + zero, "a zero byte"
+    raise DataError(f"{path} is not text: {what} at byte offset {at:,}; convert it to UTF-8 or leave it out")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0][:200]

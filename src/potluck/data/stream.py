@@ -1,0 +1,190 @@
+"""What a device reads: batches of sequences, from spans it was dealt or from files of its own.
+
+A source is an `Iterator` of int64 [at most batch_size, seq_len + 1]. A `SpanSource` ends with its spans; a
+`PrivateSource` never ends, and its cursor is all that must be kept to go on where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from potluck.codecs.bundle import Bundle
+from potluck.data.epoch import epoch_order
+from potluck.data.packing import PackedShard, num_sequences_in
+from potluck.data.shards import Span
+from potluck.data.token_arrays import TokenArray
+from potluck.types.errors import CorruptError
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences on disk or in memory: integer [num_sequences, seq_len + 1], rows possibly sharing a token."""
+
+    rows: TokenArray
+    keep: Any = None  # what the rows are a view of
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, indices: NDArray[np.int64]) -> Tensor:
+        """int64 [len(indices), seq_len + 1], a copy."""
+        return torch.from_numpy(np.asarray(self.rows[indices], dtype=np.int64))
+
+
+def stream_sequences(tokens: TokenArray, seq_len: int) -> Sequences:
+    """Sequences of a flat stream, without copying it."""
+    num_sequences = num_sequences_in(len(tokens), seq_len)
+    if not num_sequences:
+        return Sequences(np.empty((0, seq_len + 1), tokens.dtype))
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1)
+    return Sequences(windows[::seq_len][:num_sequences], tokens)
+
+
+def open_shard(path: Path, *, seq_len: int, vocab_size: int) -> Sequences:
+    """A packed shard, mapped into memory. CorruptError if it does not hold sequences of this run."""
+    bundle = Bundle.open(path)
+    try:
+        rows = bundle.tensor("tokens").numpy()
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise CorruptError(f"{path.name} holds no tokens ({error}) and is no data shard; fetch it again") from error
+    if rows.ndim != 2 or rows.shape[1] != seq_len + 1 or rows.dtype.kind not in "iu" or not len(rows):
+        raise CorruptError(
+            f"shard {path.name} holds {rows.dtype} {list(rows.shape)} and this run needs whole numbers "
+            f"[any, {seq_len + 1}]; fetch it again"
+        )
+    low, high = int(rows.min()), int(rows.max())
+    if low < 0 or high >= vocab_size:
+        raise CorruptError(
+            f"shard {path.name} holds tokens from {low} to {high} and the vocabulary has {vocab_size:,} entries; "
+            "fetch it again"
+        )
+    return Sequences(rows, bundle)
+
+
+class SpanSource:
+    """Batches of the sequences that spans name, in reading order; the last may be short."""
+
+    def __init__(
+        self, spans: Sequence[Span], sequences_of: Callable[[Span], Sequences], *, seed: int, batch_size: int
+    ) -> None:
+        self._spans = tuple(spans)
+        self._sequences_of = sequences_of
+        self._seed = seed
+        self._batch_size = batch_size
+        self._batches = self._read()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        return next(self._batches)
+
+    def _read(self) -> Iterator[Tensor]:
+        waiting: list[Tensor] = []
+        num_waiting = 0
+        for span in self._spans:
+            sequences = self._sequences_of(span)
+            if not 0 <= span.start < span.stop <= len(sequences):
+                raise CorruptError(
+                    f"sequences {span.start} to {span.stop} of {span.shard} were dealt and it holds {len(sequences)}; "
+                    "this copy or the manifest is wrong"
+                )
+            order = _order(self._seed, span.epoch, span.shard, len(sequences))[span.start : span.stop]
+            while len(order):
+                room = self._batch_size - num_waiting
+                waiting.append(sequences.take(order[:room]))
+                num_waiting += len(waiting[-1])
+                order = order[room:]
+                if num_waiting == self._batch_size:
+                    yield torch.cat(waiting)
+                    waiting, num_waiting = [], 0
+        if waiting:
+            yield torch.cat(waiting)
+
+
+@lru_cache(maxsize=64)
+def _order(seed: int, epoch: int, shard: str, num_sequences: int) -> NDArray[np.int64]:
+    return epoch_order(seed, epoch, shard, num_sequences)
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A position in private data: `position` sequences of `epoch` are read."""
+
+    epoch: int = 0
+    position: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Cursor:
+        return Cursor(epoch=int(value["epoch"]), position=int(value["position"]))
+
+
+START = Cursor()
+
+
+class PrivateSource:
+    """Full batches of a worker's own sequences for ever: every sequence once per epoch, in the epoch's order."""
+
+    def __init__(
+        self,
+        shards: Sequence[PackedShard],
+        *,
+        seq_len: int,
+        vocab_size: int,
+        seed: int,
+        batch_size: int,
+        cursor: Cursor = START,
+    ) -> None:
+        self._parts = [open_shard(s.path, seq_len=seq_len, vocab_size=vocab_size) for s in shards]
+        self._ends = np.cumsum([len(p) for p in self._parts])
+        self.num_sequences = int(self._ends[-1])
+        self._seed = seed
+        self._batch_size = batch_size
+        self.seek(cursor)
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the next batch starts. Unlike the data it is no secret, but it has no use elsewhere."""
+        return self._cursor
+
+    def seek(self, cursor: Cursor) -> None:
+        """Go on from there. A position past the end (the files changed) starts the next epoch."""
+        assert cursor.epoch >= 0 and cursor.position >= 0
+        self._cursor = cursor if cursor.position < self.num_sequences else Cursor(cursor.epoch + 1, 0)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        rows: list[Tensor] = []
+        missing = self._batch_size
+        while missing:
+            epoch, position = self._cursor.epoch, self._cursor.position
+            order = _order(self._seed, epoch, "private", self.num_sequences)[position : position + missing]
+            rows += [self._row(int(i)) for i in order]
+            missing -= len(order)
+            self.seek(Cursor(epoch, position + len(order)))
+        return torch.cat(rows)
+
+    def _row(self, index: int) -> Tensor:
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        start = int(self._ends[part - 1]) if part else 0
+        return self._parts[part].take(np.array([index - start]))
+
+
+def held_out_batches(sequences: Sequences, batch_size: int) -> Iterator[Tensor]:
+    """All of it once, in stored order: validation data."""
+    for start in range(0, len(sequences), batch_size):
+        yield sequences.take(np.arange(start, min(start + batch_size, len(sequences))))
