@@ -6,7 +6,7 @@ Knows neither sockets nor the command line: `coordinator.host` gives it a networ
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from potluck.strategies import evaluation
 from potluck.strategies.run import Budget, RunFacts, RunSpec
 from potluck.strategies.state import State
 from potluck.strategies.strategy import Strategy
+from potluck.transport.connection import Traffic
 from potluck.types.errors import CorruptError, RoundFailed, RunStopped
 from potluck.types.ids import Digest
 from potluck.types.params import Layout, Params
@@ -95,6 +96,8 @@ class Coordinator:
         self.state: State | None = None
         self.losses: dict[int, float] = {}  # validation loss by round
         self.stop_reason = ""
+        self.traffic: Callable[[str], Traffic] = lambda _: Traffic()  # of this process, by worker; set by the host
+        self._given: dict[str, dict[str, Any]] = {}  # by worker: tokens, rounds, bytes of earlier processes
         self._attempt = 0
         self._begun_at = 0.0
         self._num_discarded = 0
@@ -147,6 +150,7 @@ class Coordinator:
         if deal is not None:
             self.deck.restore(deal)
         self.losses = dict(await self.executor.run(self.ledger.metrics, "validation_loss"))
+        self._given = {row["id"]: row for row in await self.executor.run(self.ledger.contributions)}
         await self.fleet.recover_floating()
         self.state = state
         if state.round:
@@ -204,6 +208,10 @@ class Coordinator:
         self.fleet.end(committed=True)
         self.state = proposed
         self._num_discarded = 0
+        for reply in accepted:
+            given = self._given.setdefault(reply.worker, _nothing(reply.worker))
+            given["tokens"] += int(reply.scalars.get("num_tokens", 0))
+            given["rounds"] += 1
         names = sorted({r.worker for r in accepted})
         seconds = self.clock.now() - self._begun_at
         self.tell(
@@ -268,6 +276,28 @@ class Coordinator:
             member.changed.set()
         self.roster.signal()
 
+    def contributions(self) -> list[dict[str, Any]]:
+        """What each worker gave and moved, over all processes of the run."""
+        rows: list[dict[str, Any]] = []
+        for id in sorted({*self._given, *self.roster.members}):
+            row, traffic = self._given.get(id, _nothing(id)), self.traffic(id)
+            moved = {
+                "bytes_up": row["bytes_up"] + traffic.total_up,
+                "bytes_down": row["bytes_down"] + traffic.total_down,
+            }
+            rows.append({**row, **moved})
+        return rows
+
+    async def close(self) -> None:
+        """Write down what moved and let the files go. The run can be opened again."""
+        await self.executor.run(self._close)
+
+    def _close(self) -> None:
+        for id in self.roster.members:
+            traffic = self.traffic(id)
+            self.ledger.add_traffic(id, traffic.total_up, traffic.total_down)
+        self.ledger.close()
+
     def tell(self, kind: str, text: str, **detail: Any) -> None:
         self._on_event(Event(kind=kind, at=self.clock.time(), text=text, detail=detail))
 
@@ -280,6 +310,10 @@ class Coordinator:
 
 VALIDATION_ATTEMPT = 1_000_000
 """Validation works under this attempt, so that its tasks never mix with those of the round that follows."""
+
+
+def _nothing(id: str) -> dict[str, Any]:
+    return {"id": id, "tokens": 0, "rounds": 0, "bytes_up": 0, "bytes_down": 0}
 
 
 def vars_of(state: State) -> Mapping[str, Any]:

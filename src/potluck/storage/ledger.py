@@ -82,6 +82,9 @@ class Ledger:
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 self._db.execute(statement)
 
+    def close(self) -> None:
+        self._db.close()
+
     # Meta
 
     def get(self, name: str) -> str | None:

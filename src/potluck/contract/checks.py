@@ -1,0 +1,198 @@
+"""The five checks. Each takes a way to make the strategy and raises `Broken` with what it found.
+
+    1. one worker and no loss equals a plain local PyTorch reference
+    2. it converges with 20 % of tasks lost and a worker that vanishes for good
+    3. stop and resume, also in the middle of a round, equals never having stopped
+    4. the same seed gives the same trace on the virtual clock
+    5. the bytes it says it will move equal the bytes counted on the memory transport
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.contract.problem import Problem
+from potluck.protocol import pb
+from potluck.simulator.world import World
+from potluck.coordinator.core import Plan
+from potluck.strategies.run import RunFacts
+from potluck.strategies.state import State
+from potluck.strategies.strategy import Strategy
+from potluck.transport.memory import Link
+from potluck.types.params import Params
+
+MakeStrategy = Callable[[], Strategy]
+Reference = Callable[[Problem], Tensor]
+"""A plain PyTorch loop over `problem.num_rounds` rounds of one worker: the parameters it ends with, flat fp32."""
+
+step_cost_s = 1.0
+
+
+class Broken(AssertionError):
+    """A strategy does not keep the contract."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run in a world ended with."""
+
+    state: State
+    params: Tensor
+    losses: dict[int, float]
+    trace: list[tuple[float, str]]
+    bytes_up: dict[str, int]
+    bytes_down: dict[str, int]
+
+
+def cost_s(lease: pb.Lease) -> float:
+    """A device that takes a second for a sequence's batch of work."""
+    return step_cost_s * max(lease.num_sequences, 1) / 4.0
+
+
+async def play(
+    problem: Problem,
+    make: MakeStrategy,
+    folder: Path,
+    *,
+    num_workers: int,
+    disturb: Callable[[World], Awaitable[None]] | None = None,
+    costs: Callable[[int], Callable[[pb.Lease], float]] = lambda _: cost_s,
+) -> Outcome:
+    """A whole run: start, let `disturb` do its worst, wait for the end."""
+    problem.fleet = problem.fleet.model_copy(update={"min_workers": num_workers if disturb is None else 1})
+    world = World(
+        problem.plan(make()), problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor
+    )
+    for i in range(num_workers):
+        world.add(f"w{i + 1}", link=Link(up_bytes_per_s=2e5, down_bytes_per_s=1e6, rtt_s=0.05), cost_s=costs(i))
+    await world.clock.sleep(1.0)
+    await world.start()
+    if disturb is not None:
+        await disturb(world)
+    state = await world.finish()
+    assert world.last is not None
+    return Outcome(
+        state=state,
+        params=world.last.params.read(state.params),
+        losses=dict(world.last.losses),
+        trace=world.trace,
+        bytes_up=dict(world.object_bytes_up),
+        bytes_down=dict(world.object_bytes_down),
+    )
+
+
+def run(problem: Problem, make: MakeStrategy, **options: Any) -> Outcome:
+    """`play` on a fresh virtual clock and in a fresh folder."""
+    with tempfile.TemporaryDirectory(prefix="potluck-contract-") as folder:
+        return run_virtual(play(problem, make, Path(folder), **options))
+
+
+def equals_reference(problem: Problem, make: MakeStrategy, reference: Reference, *, tolerance: float = 2e-6) -> None:
+    """Check 1. `tolerance` bounds the largest difference of any parameter."""
+    got = run(problem, make, num_workers=1)
+    expected = reference(problem)
+    difference = (got.params - expected).abs().max().item()
+    start = torch.nn.utils.parameters_to_vector(problem.model().parameters())
+    if (expected - start).abs().max().item() < 100 * tolerance:
+        raise Broken("the reference hardly moves the parameters, so that equality would prove nothing")
+    if not difference <= tolerance:
+        raise Broken(f"one worker differs from the plain loop by {difference:.2e}, more than {tolerance:.0e}")
+
+
+def survives_losses(problem: Problem, make: MakeStrategy, *, num_workers: int = 4, share_lost: float = 0.2) -> None:
+    """Check 2: tasks hang until they are given up on, one worker goes for good; the loss still falls."""
+    chance = random.Random(problem.seed)
+    hang_s = 2.0 * problem.fleet.no_progress_s
+
+    def costs(_: int) -> Callable[[pb.Lease], float]:
+        return lambda lease: hang_s if lease.num_sequences and chance.random() < share_lost else cost_s(lease)
+
+    async def disturb(world: World) -> None:
+        while world.run is None or world.run.state is None or world.run.state.round < 1:
+            await world.clock.sleep(1.0)
+        await world.crash(f"w{num_workers}")
+
+    got = run(problem, make, num_workers=num_workers, disturb=disturb, costs=costs)
+    first, last = got.losses[0], got.losses[max(got.losses)]
+    if got.state.round != problem.num_rounds:
+        raise Broken(f"the run ended after {got.state.round} of {problem.num_rounds} rounds")
+    if not last < 0.95 * first:
+        raise Broken(f"with {share_lost:.0%} of tasks lost the loss went from {first:.3f} to {last:.3f}")
+
+
+def resumes_exactly(
+    problem: Problem, make: MakeStrategy, *, num_workers: int = 2, moments: Sequence[float] = (0.3, 0.55, 0.8)
+) -> None:
+    """Check 3. The coordinator dies at shares of the run's time, once with its workers and once without."""
+    undisturbed = run(problem, make, num_workers=num_workers, disturb=_nothing)
+    took_s = undisturbed.trace[-1][0] - undisturbed.trace[0][0]
+    for with_workers in (False, True):
+
+        async def disturb(world: World, with_workers: bool = with_workers) -> None:
+            begun, passed = world.clock.now(), 0.0
+            for moment in moments:
+                await world.clock.sleep(max(moment * took_s - passed, 0.0))
+                if world.training_is_over:
+                    return
+                await world.crash_coordinator()
+                if with_workers:
+                    for id in list(world.hosts):
+                        await world.crash(id)
+                        world.switch_on(id)
+                await world.clock.sleep(1.0)
+                await world.start()
+                passed = world.clock.now() - begun
+
+        got = run(problem, make, num_workers=num_workers, disturb=disturb)
+        if not torch.equal(got.params, undisturbed.params):
+            difference = (got.params - undisturbed.params).abs().max().item()
+            who = "coordinator and workers" if with_workers else "coordinator"
+            raise Broken(f"after restarts of the {who} the parameters differ by {difference:.2e}")
+        if got.state.tokens != undisturbed.state.tokens:
+            raise Broken(f"{got.state.tokens} tokens after restarts and {undisturbed.state.tokens} without")
+
+
+async def _nothing(world: World) -> None:
+    """With `disturb` given, runs start as soon as one worker is here; wait so that all are."""
+
+
+def same_trace(problem: Problem, make: MakeStrategy, *, num_workers: int = 3) -> None:
+    """Check 4."""
+    one, two = (run(problem, make, num_workers=num_workers) for _ in range(2))
+    if one.trace != two.trace:
+        at = next((i for i, (a, b) in enumerate(zip(one.trace, two.trace, strict=False)) if a != b), -1)
+        raise Broken(f"two runs differ from event {at}: {one.trace[at]} and {two.trace[at]}")
+    if not torch.equal(one.params, two.params):
+        raise Broken("two runs with the same trace have different parameters")
+
+
+def moves_what_it_says(problem: Problem, make: MakeStrategy, *, num_workers: int = 2) -> None:
+    """Check 5: objects of the model's size, for each worker over the whole run."""
+    problem.validate = False  # validation moves one more version
+    strategy = make()
+    plan = problem.plan(strategy)
+    said = strategy.estimate(_facts(plan))
+    got = run(problem, make, num_workers=num_workers)
+    for id in (f"w{i + 1}" for i in range(num_workers)):
+        counted = (got.bytes_up.get(id, 0), got.bytes_down.get(id, 0))
+        expected = (said.up * problem.num_rounds, said.down * problem.num_rounds)
+        if counted != expected:
+            raise Broken(f"{id} moved {counted} bytes up and down in {problem.num_rounds} rounds and said {expected}")
+
+
+def _facts(plan: Plan) -> RunFacts:
+    nothing = Params(())
+    return RunFacts(
+        seed=plan.spec.seed, layout=plan.layout, initial=nothing, zeros=nothing, seq_len=plan.spec.seq_len,
+        inner=plan.spec.inner, budget=plan.budget, up_codec=plan.up_codec, down_codec=plan.down_codec,
+    )  # fmt: skip
+

@@ -1,0 +1,66 @@
+"""A snapshot of a run, for the live view, `potluck status` and the JSON that commands print."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from potluck.fleet.roster import Member, absence
+
+if TYPE_CHECKING:
+    from potluck.coordinator.core import Coordinator
+
+
+def snapshot(run: Coordinator) -> dict[str, Any]:
+    """Who is here, what they do, what the run waits for, how it goes. JSON values only."""
+    state = run.state
+    budget = run.plan.budget
+    progress = run.facts.progress(state) if state else 0.0
+    elapsed_s = state.seconds if state else 0.0
+    left_s = elapsed_s * (1.0 - progress) / progress if progress > 0 else None
+    given = {row["id"]: row for row in run.contributions()}
+    return {
+        "run_id": run.plan.spec.run_id,
+        "name": run.plan.spec.name,
+        "strategy": run.plan.spec.strategy,
+        "phase": run.stop_reason or run.fleet.phase,
+        "round": state.round if state else 0,
+        "tokens": state.tokens if state else 0,
+        "budget": {"tokens": budget.tokens, "rounds": budget.rounds, "hours": budget.hours},
+        "progress": progress,
+        "seconds": elapsed_s,
+        "seconds_left": left_s,
+        "loss": state.loss if state and state.round else None,
+        "validation": [[r, x] for r, x in sorted(run.losses.items())],
+        "epochs": run.deck.account(),
+        "workers": [_worker(run, m, given.get(m.id, {})) for m in sorted(run.roster.members.values(), key=_id)],
+    }
+
+
+def _id(member: Member) -> str:
+    return member.id
+
+
+def _worker(run: Coordinator, member: Member, given: dict[str, Any]) -> dict[str, Any]:
+    progress = member.progress
+    if member.quarantined:
+        activity = "quarantined"
+    elif not member.connected:
+        activity = absence(member, run.clock.now(), run.config) or "away"
+    else:
+        activity = progress.activity if progress and progress.activity else "waiting"
+    return {
+        "id": member.id,
+        "device": member.profile.device,
+        "device_name": member.profile.device_name,
+        "precision": run.plan.spec.precision if run.plan.spec.precision in member.profile.precisions else "fp32",
+        "connected": member.connected,
+        "state": activity,
+        "reason": member.quarantined,
+        "tokens_per_s": progress.tokens_per_s if progress and progress.activity == "training" else 0.0,
+        "step": int(progress.step) if progress else 0,
+        "tokens": given.get("tokens", 0),
+        "rounds": given.get("rounds", 0),
+        "bytes_up": given.get("bytes_up", 0),
+        "bytes_down": given.get("bytes_down", 0),
+        "note": member.note,
+    }

@@ -1,0 +1,60 @@
+"""Getting ready for a run: its folder, its data, its model, and the runner that ties them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from potluck.clock import Clock, Executor
+from potluck.protocol import pb
+from potluck.storage.digest import check_digest
+from potluck.strategies.registry import install_tasks
+from potluck.strategies.run import RunSpec
+from potluck.transport import objects
+from potluck.worker.link import Link
+from potluck.worker.replica import TorchReplica
+from potluck.worker.runner import Runner
+from potluck.worker.sources import prepare_sources
+from potluck.worker.state import RunFolder
+from potluck.worker.trainer import Trainer
+
+
+async def equip(
+    spec: RunSpec,
+    link: Link,
+    *,
+    folder: Path,
+    device: str,
+    clock: Clock,
+    compute: Executor,
+    files: Executor,
+    note: Callable[[str], None],
+    data: Sequence[Path] = (),
+    num_threads: int | None = None,
+    cost_s: Callable[[pb.Lease], float] = lambda _: 0.0,
+) -> Runner:
+    """Everything a worker needs before its first task. DataError, ModelError or ResourceError if it cannot be had."""
+    run_folder = await files.run(RunFolder, folder / "runs" / spec.run_id)
+    tokenizer = None
+    if spec.tokenizer_object:
+        digest = check_digest(spec.tokenizer_object)
+        await link.retry(lambda connection: objects.fetch(connection, digest, run_folder.objects, files))
+        tokenizer = run_folder.objects.path(digest).read_bytes()
+
+    def build() -> Trainer:
+        install_tasks(spec.strategy)
+        replica = TorchReplica(spec, device=device, num_threads=num_threads)
+        return Trainer(replica, run_folder, note)
+
+    sources = await files.run(
+        lambda: prepare_sources(
+            spec, run_folder.objects, data=data, cache_dir=run_folder.root / "data", tokenizer=tokenizer
+        )
+    )
+    trainer = await compute.run(build)
+    runner = Runner(
+        folder=run_folder, trainer=trainer, sources=sources, link=link, clock=clock, compute=compute, files=files,
+        note=note, cost_s=cost_s,
+    )  # fmt: skip
+    await runner.restore()
+    return runner

@@ -1,0 +1,132 @@
+"""Where a task's data comes from: shards the coordinator dealt, listed files, or the owner's own text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from potluck.data.config import ReadOptions
+from potluck.data.listed import ListedFiles
+from potluck.data.prepare import PreparedData, prepare_private
+from potluck.data.shards import Span
+from potluck.data.stream import Cursor, PrivateSource, Sequences, SpanSource, held_out_batches, open_shard
+from potluck.data.tokenizer import TextTokenizer, unpack_tokenizer
+from potluck.protocol import pb
+from potluck.storage.digest import check_digest
+from potluck.storage.objects import ObjectStore
+from potluck.strategies.run import RunSpec
+from potluck.types.errors import DataError, Refused
+from potluck.types.ids import Digest
+
+MAX_SPANS = 4096
+
+
+@dataclass
+class Fed:
+    """Batches for one task. Dealt data has no position of its own: the coordinator keeps it."""
+
+    batches: Iterator[Tensor]
+    private: PrivateSource | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.batches
+
+    @property
+    def cursor(self) -> dict[str, Any]:
+        return dict(self.private.cursor.to_json()) if self.private else {}
+
+    def seek(self, cursor: dict[str, Any]) -> None:
+        if self.private is not None:
+            self.private.seek(Cursor.from_json(cursor) if cursor else Cursor())
+
+
+@dataclass(kw_only=True)
+class Sources:
+    """Built once for a run (`equip`). `own` is set for private data, `listed` for listed files."""
+
+    spec: RunSpec
+    objects: ObjectStore
+    own: PreparedData | None = None
+    listed: ListedFiles | None = None
+    _shards_read: set[Digest] = field(default_factory=set[Digest])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.spec.model_config_json["vocab_size"])
+
+    def digests(self) -> set[Digest]:
+        """Objects to keep: shards it read from, and the tokenizer."""
+        tokenizer = {Digest(self.spec.tokenizer_object)} if self.spec.tokenizer_object else set[Digest]()
+        return self._shards_read | tokenizer
+
+    @contextmanager
+    def open(self, lease: pb.Lease) -> Iterator[Fed]:
+        """The data of one task. In the compute thread."""
+        batch_size = self.spec.inner.batch_size
+        if self.spec.data_access == "private" and (lease.held_out or lease.num_sequences):
+            yield self._own(lease, batch_size)
+            return
+        spans = [_span(s) for s in lease.spans[:MAX_SPANS]]
+        if not lease.held_out and sum(s.num_sequences for s in spans) != lease.num_sequences:
+            raise Refused(f"{lease.task} asks for {lease.num_sequences} sequences and names others")
+        yield Fed(SpanSource(spans, self._sequences, seed=self.spec.seed, batch_size=batch_size))
+
+    def _own(self, lease: pb.Lease, batch_size: int) -> Fed:
+        if self.own is None:
+            raise DataError("this run trains on private text and none was given; start the worker with --data FILE")
+        options = {"seq_len": self.spec.seq_len, "vocab_size": self.vocab_size}
+        if lease.held_out:
+            parts = [open_shard(s.path, **options) for s in self.own.validation]
+            return Fed(batch for part in parts for batch in held_out_batches(part, batch_size))
+        private = PrivateSource(self.own.shards, seed=self.spec.seed, batch_size=batch_size, **options)
+        return Fed(private, private)
+
+    def _sequences(self, span: Span) -> Sequences:
+        if self.listed is not None:
+            return self.listed.open(span)
+        digest = check_digest(span.shard)
+        self._shards_read.add(digest)
+        return _open_shard(self.objects.path(digest), self.spec.seq_len, self.vocab_size)
+
+
+@lru_cache(maxsize=64)
+def _open_shard(path: Path, seq_len: int, vocab_size: int) -> Sequences:
+    return open_shard(path, seq_len=seq_len, vocab_size=vocab_size)
+
+
+def _span(message: pb.Span) -> Span:
+    return Span(
+        shard=message.shard, start=message.start, stop=message.stop, epoch=message.epoch, digest=message.digest
+    )
+
+
+def prepare_sources(
+    spec: RunSpec, objects: ObjectStore, *, data: Sequence[Path], cache_dir: Path, tokenizer: bytes | None
+) -> Sources:
+    """Read and tokenise what the owner brings. Blocks; DataError if it cannot be used."""
+    if spec.data_access == "shared":
+        return Sources(spec=spec, objects=objects)
+    options = ReadOptions.model_validate(spec.data_options)
+    folder = cache_dir / "tokenizer"
+    if tokenizer is not None:
+        unpack_tokenizer(tokenizer, folder)
+    vocab_size = int(spec.model_config_json["vocab_size"])
+    if not data:
+        raise DataError(f"this run trains on {spec.data_access} text and none was given; start the worker with --data")
+    if spec.data_access == "listed":
+        if len(data) != 1 or not data[0].is_dir():
+            raise DataError("a run on listed files needs --data FOLDER: the folder that holds this machine's copies")
+        loaded = TextTokenizer(folder) if tokenizer is not None else None
+        listed = ListedFiles(data[0], options=options, vocab_size=vocab_size, cache_dir=cache_dir, tokenizer=loaded)
+        return Sources(spec=spec, objects=objects, listed=listed)
+    own = prepare_private(
+        [str(p) for p in data], options, seed=spec.seed, base=Path.cwd(), cache_dir=cache_dir,
+        tokenizer_dir=folder if tokenizer is not None else None, vocab_size=vocab_size,
+    )  # fmt: skip
+    return Sources(spec=spec, objects=objects, own=own)
