@@ -1,0 +1,1 @@
+"""Who may join: the coordinator's authority, join lines, enrolment, certificates and their revocation."""
