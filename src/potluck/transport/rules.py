@@ -48,7 +48,7 @@ async def answer_call(service: Service, peer: Peer, method: str, request: bytes)
         reply = await service.call(peer, method, request)
         check_size(method, len(reply))
     except Exception as error:
-        raise told(error, method, peer) from error
+        raise told(error, method, peer.id) from error
     return reply
 
 
@@ -58,15 +58,15 @@ async def answer_stream(service: Service, peer: Peer, method: str, channel: Chan
         check_role(peer, method)
         await service.open(peer, method, channel)
     except Exception as error:
-        return told(error, method, peer)
+        return told(error, method, peer.id)
     return None
 
 
-def told(error: Exception, method: str, peer: Peer) -> Exception:
+def told(error: Exception, method: str, who: str) -> Exception:
     """What the other side hears of an error: ours as they are, anything unforeseen only as a fact."""
     if isinstance(error, ConnectionLost):
         return error
     if isinstance(error, PotluckError):
         return type(error)(str(error)[:MAX_SENTENCE_CHARS])
-    _log.error("%s of %s failed", method, peer.id, exc_info=error)
+    _log.error("%s of %s failed", method, who, exc_info=error)
     return Refused(f"internal error in {method}: the log of the coordinator has the details")

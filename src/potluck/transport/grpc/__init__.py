@@ -1,0 +1,1 @@
+"""The real network: gRPC over mutual TLS behind the `Connection` seam."""

@@ -1,0 +1,66 @@
+"""Errors across the wire: a gRPC status carries the sentence, one metadata entry the name of the class.
+
+Only an answer with that entry comes from a Potluck host. Any other status is the network's: a lost link, unless it
+says plainly that one side does not accept the other.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+from potluck.types.errors import ConnectionLost, CorruptError, NotAdmitted, PotluckError, Refused
+
+ERROR_KEY = "potluck-error"
+
+Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
+
+
+def to_status(error: Exception) -> Status:
+    """What to end a call with."""
+    if isinstance(error, ConnectionLost):
+        return grpc.StatusCode.UNAVAILABLE, str(error), ()
+    if isinstance(error, NotAdmitted):
+        code = grpc.StatusCode.UNAUTHENTICATED
+    elif isinstance(error, CorruptError):
+        code = grpc.StatusCode.DATA_LOSS
+    else:
+        code = grpc.StatusCode.FAILED_PRECONDITION
+    return code, str(error), ((ERROR_KEY, type(error).__name__),)
+
+
+def from_status(error: grpc.aio.AioRpcError, address: str) -> Exception:
+    """What a call to `address` that ended badly means."""
+    code, sentence = error.code(), error.details() or ""
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_KEY:
+            return _classes().get(str(value), Refused)(sentence)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Refused(f"the coordinator at {address} refused a message or call as too much: {sentence}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return Refused(f"what answers at {address} does not know this call; check that it is a Potluck coordinator")
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return NotAdmitted(f"{address} refused this machine: {sentence}")
+    if "CERTIFICATE_VERIFY_FAILED" in sentence:
+        return NotAdmitted(
+            f"what answers at {address} does not hold a valid certificate of the authority this machine joined; "
+            "join again with a new join line"
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ConnectionLost(f"the coordinator at {address} did not answer in time")
+    if "Socket closed" in sentence and "failed to connect" in sentence:
+        # With TLS 1.3 this is all a client sees when the server does not accept its certificate.
+        return ConnectionLost(
+            f"{address} closes the connection before it is set up; "
+            "if this goes on, the certificate of this machine may have expired, or another service has the port"
+        )
+    return ConnectionLost(f"no connection to {address}: {sentence.strip()[:300] or code.name}")
+
+
+def _classes() -> dict[str, type[PotluckError]]:
+    found: dict[str, type[PotluckError]] = {}
+    waiting: list[type[PotluckError]] = [PotluckError]
+    while waiting:
+        cls = waiting.pop()
+        found[cls.__name__] = cls
+        waiting.extend(cls.__subclasses__())
+    return found
