@@ -30,8 +30,8 @@ _suffixes: dict[str, Kind] = {
     ".bin": "tokens",
 }
 _text_names = (
-    "txt text md rst tex html htm xml csv tsv log org adoc srt eml py pyi c h cc cpp hpp cs java js ts jsx tsx go rs rb "
-    "php pl r jl lua sh sql swift kt scala hs ml clj ex erl f90 m css yaml yml toml ini cfg"
+    "txt text md rst tex html htm xml csv tsv log org adoc srt eml py pyi c h cc cpp hpp cs java js ts jsx tsx go rs "
+    "rb php pl r jl lua sh sql swift kt scala hs ml clj ex erl f90 m css yaml yml toml ini cfg"
 )
 _text_suffixes = frozenset(f".{name}" for name in _text_names.split())
 
