@@ -1,10 +1,10 @@
 """The five checks. Each takes a way to make the strategy and raises `Broken` with what it found.
 
-    1. one worker and no loss equals a plain local PyTorch reference
-    2. it converges with 20 % of tasks lost and a worker that vanishes for good
-    3. stop and resume, also in the middle of a round, equals never having stopped
-    4. the same seed gives the same trace on the virtual clock
-    5. the bytes it says it will move equal the bytes counted on the memory transport
+1. one worker and no loss equals a plain local PyTorch reference
+2. it converges with 20 % of tasks lost and a worker that vanishes for good
+3. stop and resume, also in the middle of a round, equals never having stopped
+4. the same seed gives the same trace on the virtual clock
+5. the bytes it says it will move equal the bytes counted on the memory transport
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Outcome:
 
     state: State
     params: Tensor
-    losses: dict[int, float]
+    losses: dict[int, float]  # validation, by round
+    round_losses: list[float]  # training, of every round
     trace: list[tuple[float, str]]
     bytes_up: dict[str, int]
     bytes_down: dict[str, int]
@@ -69,9 +70,7 @@ async def play(
 ) -> Outcome:
     """A whole run: start, let `disturb` do its worst, wait for the end."""
     problem.fleet = problem.fleet.model_copy(update={"min_workers": num_workers if disturb is None else 1})
-    world = World(
-        problem.plan(make()), problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor
-    )
+    world = World(problem.plan(make()), problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor)
     for i in range(num_workers):
         world.add(f"w{i + 1}", link=Link(up_bytes_per_s=2e5, down_bytes_per_s=1e6, rtt_s=0.05), cost_s=costs(i))
     await world.clock.sleep(1.0)
@@ -84,6 +83,7 @@ async def play(
         state=state,
         params=world.last.params.read(state.params),
         losses=dict(world.last.losses),
+        round_losses=[float(e.detail["loss"]) for e in world.events if e.kind == "round"],
         trace=world.trace,
         bytes_up=dict(world.object_bytes_up),
         bytes_down=dict(world.object_bytes_down),
@@ -195,4 +195,3 @@ def _facts(plan: Plan) -> RunFacts:
         seed=plan.spec.seed, layout=plan.layout, initial=nothing, zeros=nothing, seq_len=plan.spec.seq_len,
         inner=plan.spec.inner, budget=plan.budget, up_codec=plan.up_codec, down_codec=plan.down_codec,
     )  # fmt: skip
-

@@ -37,9 +37,7 @@ class Problem:
     num_shards: int = 8
     sequences_per_shard: int = 32
     seed: int = 7
-    inner: InnerConfig = field(
-        default_factory=lambda: InnerConfig(lr=3e-3, batch_size=4, warmup=0.1, weight_decay=0.1)
-    )
+    inner: InnerConfig = field(default_factory=lambda: InnerConfig(lr=3e-3, batch_size=4, warmup=0.1, weight_decay=0.1))
     fleet: FleetConfig = field(default_factory=lambda: FleetConfig(no_progress_s=60.0))
     validate: bool = True
     up_codec: str = "fp32"
@@ -79,9 +77,7 @@ class Problem:
 
     def dealt(self, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[dict[str, Tensor]]:
         """The sequences that workers read when `rounds` asks for (worker, num_sequences) in turn, all consumed."""
-        shards = [
-            Shard(name=str(i), num_sequences=len(s), digest=str(i)) for i, s in enumerate(self.shards)
-        ]
+        shards = [Shard(name=str(i), num_sequences=len(s), digest=str(i)) for i, s in enumerate(self.shards)]
         dealer, state = Dealer(shards, seed=self.seed), DealState()
         read: list[dict[str, Tensor]] = []
         for asked in rounds:

@@ -29,16 +29,16 @@ Unary = Callable[[Peer, bytes], Awaitable[bytes]]
 
 
 class CoordinatorService:
-    """Serves one run. `unary` adds calls that only a real network has (Renew, Admin)."""
+    """Serves one run. A host adds to `unary` the calls that only a real network has (Renew, Admin)."""
 
-    def __init__(self, run: Coordinator, unary: dict[str, Unary] | None = None) -> None:
+    def __init__(self, run: Coordinator) -> None:
         self.run = run
-        self._unary: dict[str, Unary] = {"Welcome": self._welcome, "Status": self._status, **(unary or {})}
+        self.unary: dict[str, Unary] = {"Welcome": self._welcome, "Status": self._status}
         run_size = flat_size("params", run.plan.layout, codec("fp32"))
         self._max_upload_bytes = int(run_size * upload_slack) + (1 << 20)
 
     async def call(self, peer: Peer, method: str, request: bytes) -> bytes:
-        handler = self._unary.get(method)
+        handler = self.unary.get(method)
         if handler is None:
             raise Refused(f"this coordinator does not know the call {method}")
         return await handler(peer, request)

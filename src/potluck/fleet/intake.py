@@ -145,5 +145,3 @@ class Intake:
         round, attempt, key = id
         member.verdicts[id] = pb.Verdict(round=round, attempt=attempt, key=key, verdict=verdict, reason=reason)
         member.changed.set()
-
-

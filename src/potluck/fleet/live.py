@@ -183,7 +183,9 @@ class LiveFleet:
         self._give_up(lease, reason, failed=True)
         await self._executor.run(self._log_loss, lease, reason)
 
-    async def accept(self, lease: OpenLease, scalars: Mapping[str, Any], object: str, inline: Mapping[str, Tensor]) -> None:
+    async def accept(
+        self, lease: OpenLease, scalars: Mapping[str, Any], object: str, inline: Mapping[str, Tensor]
+    ) -> None:
         """A valid result: logged first, then visible. Inline tensors are not logged: their step starts again."""
         message = lease.message
         row = ReplyRow(
@@ -245,7 +247,9 @@ class LiveFleet:
         rows = [o for o in outcomes if isinstance(o, ReplyRow)]
         reasons = [o.reason for o in outcomes if isinstance(o, Lost)]
         if len(rows) < max(min_replies, 1):
-            raise RoundFailed(f"{len(rows)} of {len(tasks)} workers replied and {min_replies} must: {'; '.join(reasons)}")
+            raise RoundFailed(
+                f"{len(rows)} of {len(tasks)} workers replied and {min_replies} must: {'; '.join(reasons)}"
+            )
         replies = tuple(self._reply(row) for row in rows)
         for row in rows:
             self._now.consumed[row.key] = row
@@ -293,7 +297,9 @@ class LiveFleet:
                     if isinstance(lost := lease.outcome.result(), Lost) and lost.failed:
                         failures.setdefault(task_key, []).append(lost.reason)
                 if len(failures.get(task_key, [])) >= max_task_failures:
-                    raise RoundFailed(f"{bag[task_key].task} failed {max_task_failures} times: {failures[task_key][-1]}")
+                    raise RoundFailed(
+                        f"{bag[task_key].task} failed {max_task_failures} times: {failures[task_key][-1]}"
+                    )
             await self._hand_out(bag, missing, running, took)
             waiting = [x.outcome for leases in running.values() for x in leases if not x.outcome.done()]
             change = asyncio.ensure_future(self.roster.change())
@@ -320,7 +326,9 @@ class LiveFleet:
         idle = [w for w in self.roster.here(self._clock.now()) if not self.book.of(w.id)]
         untouched = [k for k in missing if not running.get(k)]
         now, typical_s = self._clock.now(), statistics.median(took) if took else 0.0
-        late = [k for k in missing if len(running.get(k, [])) == 1 and now - running[k][0].issued_at > 5 + 2 * typical_s]
+        late = [
+            k for k in missing if len(running.get(k, [])) == 1 and now - running[k][0].issued_at > 5 + 2 * typical_s
+        ]
         fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
         for worker, task_key in zip(idle, [*untouched, *late], strict=False):
             issue = len(self._now.leases.get(task_key, []))
@@ -548,4 +556,3 @@ class LiveFleet:
         self.book.add(lease)
         self.notify(lease.worker)
         return lease
-

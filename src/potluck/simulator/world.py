@@ -185,8 +185,6 @@ class World:
         self.network.cut(host.id)
 
 
-
-
 class Tap:
     """A connection that counts the bytes of objects: chunks up, and chunks down that are not training data."""
 

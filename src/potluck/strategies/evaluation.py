@@ -22,9 +22,7 @@ async def on_shared_data(fleet: Fleet, params: Params, num_parts: int) -> Loss:
     """Every part of the validation set once, each by whoever is free."""
     work = loss.bind(theta=params)
     replies = await fleet.map([work.held_out(part) for part in range(num_parts)], key="validation")
-    return Loss(
-        sum(float(r.scalars["loss_sum"]) for r in replies), sum(int(r.scalars["num_tokens"]) for r in replies)
-    )
+    return Loss(sum(float(r.scalars["loss_sum"]) for r in replies), sum(int(r.scalars["num_tokens"]) for r in replies))
 
 
 async def on_private_data(fleet: Fleet, params: Params) -> Loss:

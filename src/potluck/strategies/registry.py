@@ -28,7 +28,11 @@ def strategy_type(name: str, *, base: Path | None = None) -> type[Strategy]:
         return _pick(module, class_name, file)
     if name not in shipped:
         near = difflib.get_close_matches(name, shipped, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(shipped))}, or your own file.py:Class"
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"there are {', '.join(sorted(shipped))}, or your own file.py:Class"
+        )
         raise RecipeError(f"strategy.name is {name!r}, which is not a shipped strategy; {hint}")
     module_name, _, class_name = shipped[name].partition(":")
     return _pick(importlib.import_module(module_name), class_name, module_name)

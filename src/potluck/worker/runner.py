@@ -144,7 +144,9 @@ class Runner:
     async def _do(self, lease: pb.Lease) -> None:
         function = installed(lease.task)
         if function is None:
-            raise Refused(f"this worker has no task named {lease.task[:100]!r}; install the version the coordinator runs")
+            raise Refused(
+                f"this worker has no task named {lease.task[:100]!r}; install the version the coordinator runs"
+            )
         if lease.running_only:
             raise Refused(f"session {lease.key[:100]!r} does not run here any more")
         for digest in lease.objects:
@@ -216,7 +218,10 @@ class Runner:
             self.activity = ("downloading", 0)
             await self.link.retry(
                 lambda connection: objects.fetch(
-                    connection, digest, self.folder.objects, self._files,
+                    connection,
+                    digest,
+                    self.folder.objects,
+                    self._files,
                     on_progress=lambda n: self._moved("downloading", n),
                 )  # fmt: skip
             )
@@ -271,7 +276,5 @@ class Runner:
         if activity == "training":
             step = self.trainer.num_steps
         return [
-            pb.Progress(
-                key=key, attempt=attempt, step=step, activity=activity, tokens_per_s=self.trainer.tokens_per_s
-            )
+            pb.Progress(key=key, attempt=attempt, step=step, activity=activity, tokens_per_s=self.trainer.tokens_per_s)
         ]

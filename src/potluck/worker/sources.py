@@ -101,9 +101,7 @@ def _open_shard(path: Path, seq_len: int, vocab_size: int) -> Sequences:
 
 
 def _span(message: pb.Span) -> Span:
-    return Span(
-        shard=message.shard, start=message.start, stop=message.stop, epoch=message.epoch, digest=message.digest
-    )
+    return Span(shard=message.shard, start=message.start, stop=message.stop, epoch=message.epoch, digest=message.digest)
 
 
 def prepare_sources(
@@ -122,7 +120,7 @@ def prepare_sources(
     if spec.data_access == "listed":
         if len(data) != 1 or not data[0].is_dir():
             raise DataError("a run on listed files needs --data FOLDER: the folder that holds this machine's copies")
-        loaded = TextTokenizer(folder) if tokenizer is not None else None
+        loaded = TextTokenizer.open(folder) if tokenizer is not None else None
         listed = ListedFiles(data[0], options=options, vocab_size=vocab_size, cache_dir=cache_dir, tokenizer=loaded)
         return Sources(spec=spec, objects=objects, listed=listed)
     own = prepare_private(

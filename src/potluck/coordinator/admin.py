@@ -1,0 +1,66 @@
+"""What an operator may ask of a running coordinator: stop, invite, remove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from potluck.clock import Clock, Executor
+from potluck.coordinator.core import Coordinator
+from potluck.coordinator.service import parse
+from potluck.protocol import pb
+from potluck.storage.members import Members
+from potluck.transport.connection import Peer
+from potluck.transport.security.link import JoinLink
+from potluck.types.errors import Refused
+from potluck.types.ids import WorkerId
+
+stopped_by_operator = "stopped by its operator"
+
+
+class Admin:
+    """Answers the call Admin. `link` is the run's own join line: invitations name the same address."""
+
+    def __init__(
+        self, run: Coordinator, members: Members, clock: Clock, executor: Executor, *, link: JoinLink,
+        drop: Callable[[WorkerId], object],
+    ) -> None:  # fmt: skip
+        self._run, self._members, self._clock, self._executor = run, members, clock, executor
+        self._link, self._drop = link, drop
+
+    async def handle(self, peer: Peer, data: bytes) -> bytes:
+        request = parse(pb.AdminRequest, data)
+        match request.action:
+            case "stop":
+                self._run.stop(stopped_by_operator)
+                message = "stopping; the run continues with `potluck host` or `potluck run --resume`"
+            case "invite":
+                message = await self._invite(request)
+            case "remove":
+                message = await self._remove(request.name)
+            case _:
+                raise Refused(f"the coordinator does not know the action {request.action[:40]!r}")
+        return pb.AdminReply(message=message).SerializeToString()
+
+    async def _invite(self, request: pb.AdminRequest) -> str:
+        role = request.role or "worker"
+        token = await self._executor.run(
+            lambda: self._members.invite(
+                now=self._clock.time(),
+                name=request.name or None,
+                uses=request.uses or 1,
+                hours=request.hours or 24.0,
+                role=role,
+            )  # fmt: skip
+        )
+        link = JoinLink(host=self._link.host, port=self._link.port, token=token, pin=self._link.pin)
+        return link.format()
+
+    async def _remove(self, name: str) -> str:
+        removal = await self._executor.run(self._members.remove, name)
+        self._drop(WorkerId(name))
+        member = self._run.roster.members.get(WorkerId(name))
+        if member is not None:
+            member.leaving = True
+            self._run.roster.signal()
+        self._run.tell("left", f"{name} was removed", worker=name, reason="removed by the operator")
+        return f"{name} is removed and its {len(removal.serials)} certificates are revoked"

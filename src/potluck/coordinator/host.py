@@ -1,0 +1,244 @@
+"""A coordinator on a real network: prepares the run, opens the ports, trains, and leaves a model directory."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from potluck.clock import SystemClock, ThreadExecutor
+from potluck.coordinator.admin import Admin
+from potluck.coordinator.core import Coordinator, write_metrics
+from potluck.coordinator.events import Event, OnEvent
+from potluck.coordinator.loop import train
+from potluck.coordinator.options import Handle, HostOptions, RunResult, WorkerResult
+from potluck.coordinator.prepare import Prepared, prepare
+from potluck.coordinator.service import CoordinatorService
+from potluck.models.export import save_model_dir
+from potluck.storage.database import Database
+from potluck.storage.files import FolderLock, write_atomic
+from potluck.storage.members import Members
+from potluck.storage.objects import ObjectStore
+from potluck.strategies.state import State
+from potluck.transport.grpc.options import TlsIdentity
+from potluck.transport.grpc.server import EnrolServer, GrpcServer
+from potluck.transport.security.admission import Admission
+from potluck.transport.security.authority import Authority, ServerCertificates, ServerIdentity
+from potluck.transport.security.enroller import Enroller, local_operator
+from potluck.transport.security.link import JoinLink, parse_address
+from potluck.types.ids import WorkerId
+
+farewell_s = 3.0
+join_line_uses = 1000
+join_line_hours = 24.0 * 30
+
+
+async def serve(
+    options: HostOptions, *, on_event: OnEvent, on_start: Callable[[Handle], None] = lambda _: None
+) -> RunResult:
+    """Host a run to its end. `on_start` gets a handle as soon as the run can be looked at and stopped.
+
+    PotluckError with what is wrong; RunStopped when too many rounds in a row fail.
+    """
+    options.run_dir.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(options.run_dir)
+    files = ThreadExecutor(1, "files")
+    try:
+        return await _Hosting(options, files, on_event).run(on_start)
+    finally:
+        files.close()
+        lock.release()
+
+
+class _Hosting:
+    """One call of `serve`: what is open while it lasts."""
+
+    def __init__(self, options: HostOptions, files: ThreadExecutor, on_event: OnEvent) -> None:
+        self.options, self.files = options, files
+        self.clock = SystemClock()
+        self._on_event = on_event
+        self._metrics = options.run_dir / "metrics.jsonl"
+        self._writer = ThreadExecutor(1, "metrics")
+
+    def tell(self, event: Event) -> None:
+        self._on_event(event)
+        asyncio.ensure_future(self._writer.run(write_metrics, self._metrics, event))  # noqa: RUF006
+
+    async def run(self, on_start: Callable[[Handle], None]) -> RunResult:
+        folder = self.options.run_dir
+        objects = await self.files.run(ObjectStore, folder / "objects")
+        prepared = await self.files.run(
+            lambda: prepare(
+                self.options.recipe, folder, objects, cache_dir=folder.parent / ".cache", tell=self._tell_soon()
+            )
+        )
+        run = await Coordinator.open(
+            prepared.plan, folder, deck=prepared.deck, objects=objects, clock=self.clock, executor=self.files,
+            on_event=self.tell,
+        )  # fmt: skip
+        network = _Network(self, run)
+        try:
+            await network.open()
+            on_start(run)
+            state = await self._train(run)
+            return await self._result(run, prepared, state)
+        finally:
+            run.stop("the run ended")
+            await network.close()
+            await run.close()
+            await self._writer.run(lambda: None)  # what is queued is written
+            self._writer.close()
+
+    def _tell_soon(self) -> Callable[[str], None]:
+        loop = asyncio.get_running_loop()
+
+        def tell(text: str) -> None:
+            event = Event(kind="note", at=self.clock.time(), text=text)
+            loop.call_soon_threadsafe(self.tell, event)
+
+        return tell
+
+    async def _train(self, run: Coordinator) -> State:
+        """The main loop, until its end or until someone stops the run; then the state is checkpointed."""
+        watching = asyncio.create_task(run.fleet.watch())
+        training = asyncio.create_task(train(run))
+        try:
+            while not training.done() and not run.stop_reason:
+                change = asyncio.ensure_future(run.roster.change())
+                await asyncio.wait([training, change, watching], return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+                if watching.done():
+                    watching.result()
+            if not training.done():
+                training.cancel()  # in the middle of a round: what was acknowledged stays in the ledger
+                await asyncio.gather(training, return_exceptions=True)
+                assert run.state is not None or run.stop_reason
+                if run.state is None:
+                    await run.recover()
+                assert run.state is not None
+                if run.state.round:
+                    await run.checkpoint(run.state)
+                return run.state
+            return training.result()
+        finally:
+            for task in (training, watching):
+                task.cancel()
+            await asyncio.gather(training, watching, return_exceptions=True)
+
+    async def _result(self, run: Coordinator, prepared: Prepared, state: State) -> RunResult:
+        losses, spec = run.losses, prepared.plan.spec
+        result = RunResult(
+            run_id=spec.run_id,
+            strategy=self.options.recipe.strategy.name,
+            model_dir=str(self.options.run_dir / "model"),
+            rounds=state.round,
+            tokens=state.tokens,
+            seconds=round(state.seconds, 3),
+            initial_val_loss=losses.get(0),
+            final_val_loss=losses[max(losses)] if losses else None,
+            workers=tuple(
+                WorkerResult(id=w["id"], tokens=w["tokens"], bytes_up=w["bytes_up"], bytes_down=w["bytes_down"])
+                for w in run.contributions()
+            ),
+            num_parameters=prepared.plan.layout.numel,
+            run_dir=str(self.options.run_dir),
+            stopped=run.stop_reason,
+        )
+        card = {**result.to_json(), "name": spec.name, "data": prepared.facts, "seq_len": spec.seq_len}
+        card = {k: v for k, v in card.items() if k not in ("model_dir", "run_dir")}
+
+        def export() -> None:
+            save_model_dir(
+                Path(result.model_dir), spec.model_config_json, run.params.read(state.params),
+                prepared.plan.layout, prepared.tokenizer_dir, card,
+            )  # fmt: skip
+
+        await self.files.run(export)
+        run.tell("model", f"the model is in {result.model_dir}", path=str(result.model_dir))
+        return result
+
+
+class _Network:
+    """The two ports of a hosted run and who may use them."""
+
+    def __init__(self, hosting: _Hosting, run: Coordinator) -> None:
+        self._hosting, self._run = hosting, run
+        self._server: GrpcServer | None = None
+        self._enrol: EnrolServer | None = None
+
+    async def open(self) -> None:
+        """Open both ports and tell the join line."""
+        options, clock, files = self._hosting.options, self._hosting.clock, self._hosting.files
+        folder, run = options.run_dir, self._run
+        name, port = parse_address(options.address) if options.address else ("127.0.0.1", options.port)
+        host = "127.0.0.1" if options.num_local or not options.address else "[::]"
+        ports = (
+            await files.run(_known_ports, folder) if not port else (options.port or port, (options.port or port) + 1)
+        )
+        authority = await files.run(lambda: Authority.open(folder / "authority", now=clock.time()))
+        members = await files.run(lambda: Members(Database(folder / "members.db", durable=True)))
+        certificates = ServerCertificates(authority, clock)
+        service = CoordinatorService(run)
+        server = self._server = GrpcServer(
+            check_peer=Admission(members, clock).check_peer, identity=lambda: _tls(certificates.current())
+        )
+        serve_port = await server.start(service, ports[1], host)
+        enroller = Enroller(authority, members, clock, files, serve_port=serve_port, on_replaced=server.drop)
+        enrol_identity = authority.enrol_identity()
+        self._enrol = EnrolServer(enroller.handle, identity=lambda: _tls(enrol_identity))
+        enrol_port = await self._enrol.start(ports[0], host)
+        await files.run(write_atomic, folder / "ports.json", json.dumps([enrol_port, serve_port]).encode())
+        run.traffic = lambda id: server.traffic(WorkerId(id))
+        await files.run(
+            lambda: local_operator(authority, members, folder / "operator", serve_port=serve_port, now=clock.time())
+        )
+        token = await files.run(lambda: members.invite(now=clock.time(), uses=join_line_uses, hours=join_line_hours))
+        link = JoinLink(host=name, port=enrol_port if not options.address else port, token=token, pin=authority.pin)
+        admin = Admin(run, members, clock, files, link=link, drop=server.drop)
+        service.unary |= {"Renew": enroller.renew, "Admin": admin.handle}
+        if options.address:
+            self._warn_if_private(name)
+        run.tell("listening", f"join with: potluck join {link.format()}", join_line=link.format())
+
+    def _warn_if_private(self, name: str) -> None:
+        try:
+            address = ipaddress.ip_address(socket.gethostbyname(name))
+        except (OSError, ValueError):
+            self._run.tell("note", f"{name} does not resolve on this machine; it must on those that join")
+            return
+        if address.is_loopback or address.is_private:
+            self._run.tell("note", f"{name} is {address}, a private address: only machines that can reach it can join")
+
+    async def close(self) -> None:
+        """Let workers read that the run ended, then close the ports."""
+        clock = self._hosting.clock
+        deadline = clock.now() + farewell_s
+        while clock.now() < deadline and any(m.connected for m in self._run.roster.members.values()):
+            await clock.sleep(0.1)
+        if self._enrol is not None:
+            await self._enrol.stop()
+        if self._server is not None:
+            await self._server.stop()
+
+
+def _tls(identity: ServerIdentity) -> TlsIdentity:
+    return TlsIdentity(
+        key_pem=identity.key_pem, certificate_pem=identity.certificate_pem, authority_pem=identity.authority_pem
+    )
+
+
+def _known_ports(folder: Path) -> tuple[int, int]:
+    """The ports of the process before, so that its workers find this one; (0, 0) where they are taken or unknown."""
+    try:
+        enrol, serve = json.loads((folder / "ports.json").read_bytes())
+        for port in (enrol, serve):
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+        return int(enrol), int(serve)
+    except (OSError, ValueError, TypeError, OverflowError):
+        return 0, 0

@@ -1,0 +1,155 @@
+"""From a recipe to a plan: data, tokenizer, model and strategy, made once and found again when the run goes on."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from potluck.coordinator.core import Plan
+from potluck.coordinator.deck import Deck
+from potluck.coordinator.recipe import Recipe
+from potluck.data.manifest import Manifest, listed_data
+from potluck.data.prepare import PreparedData, prepare_shared
+from potluck.data.tokenizer import copy_tokenizer, pack_tokenizer
+from potluck.models.build import initial_vector, layout_of, model_config, tokenizer_folder
+from potluck.models.build import build as build_model
+from potluck.storage.digest import digest_file
+from potluck.storage.files import write_atomic
+from potluck.storage.objects import ObjectStore
+from potluck.strategies.registry import strategy_type
+from potluck.strategies.run import RunSpec
+from potluck.types.errors import RecipeError
+from potluck.types.ids import Digest
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that can start: its plan, its data and its tokenizer in Hugging Face form."""
+
+    plan: Plan
+    deck: Deck
+    tokenizer_dir: Path | None
+    corpus_digest: str
+    facts: dict[str, Any]  # about the data, for people and the model card
+
+
+def run_identity(run_dir: Path, recipe: Recipe) -> str:
+    """The run's id, made at its first start. RecipeError if the folder holds a run of another recipe.
+
+    What may change between starts is how long, how often and with whom: not the model, the data or the method.
+    """
+    path = run_dir / "recipe.json"
+    now = recipe.to_json()
+    if not path.exists():
+        run_id = f"{recipe.name}-{secrets.token_hex(4)}"
+        write_atomic(path, json.dumps({"run_id": run_id, "recipe": now}, indent=2).encode())
+        return run_id
+    stored: dict[str, Any] = json.loads(path.read_bytes())
+    for section in ("name", "seed", "model", "data", "strategy"):
+        if stored["recipe"].get(section) != now.get(section):
+            raise RecipeError(
+                f"{run_dir} holds a run with another `{section}`; give another folder, or go on with an equal recipe"
+            )
+    return str(stored["run_id"])
+
+
+def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Path, tell: Tell) -> Prepared:
+    """Blocks for seconds: call it in an executor. Raises what is wrong with the recipe, the data or the model."""
+    run_id = run_identity(run_dir, recipe)
+    model_tokenizer = tokenizer_folder(recipe.model)
+    data, deck, corpus = _data(recipe, objects, cache_dir=cache_dir, model_tokenizer=model_tokenizer, tell=tell)
+    tokenizer_dir = data.tokenizer_dir if data else _own_tokenizer(recipe, run_dir, model_tokenizer)
+    config = model_config(recipe.model, tokenizer_dir, seq_len=recipe.data.seq_len)
+    tell("building the model")
+    layout = layout_of(build_model(config))
+    initial = initial_vector(recipe.model, config, seed=recipe.seed)
+    tokenizer_object = ""
+    if tokenizer_dir is not None and recipe.data.access != "shared":
+        tokenizer_object = objects.put(pack_tokenizer(tokenizer_dir))
+    file = recipe.strategy.file
+    spec = RunSpec(
+        run_id=run_id,
+        name=recipe.name,
+        seed=recipe.seed,
+        strategy=recipe.strategy.name if file is None else f"{file.name}:{recipe.strategy.name.rpartition(':')[2]}",
+        strategy_digest=digest_file(file) if file is not None else "",
+        model_config_json=config,
+        layout=layout.to_json(),
+        seq_len=recipe.data.seq_len,
+        precision=recipe.model.precision,
+        inner=recipe.strategy.inner,
+        data_access=recipe.data.access,
+        data_options=recipe.data.read_options().model_dump(mode="json"),
+        tokenizer_object=tokenizer_object,
+        heartbeat_s=recipe.fleet.heartbeat_s,
+    )
+    plan = Plan(
+        spec=spec,
+        strategy=strategy_type(recipe.strategy.name)(recipe.strategy.settings),
+        layout=layout,
+        initial=initial,
+        budget=recipe.budget.to_budget(),
+        fleet=recipe.fleet,
+        checkpoint=recipe.checkpoint,
+        validation=recipe.validation,
+        up_codec=recipe.codec.up,
+        down_codec=recipe.codec.down,
+        open_objects=(Digest(tokenizer_object),) if tokenizer_object else (),
+    )
+    facts = _facts(data) if data else {}
+    return Prepared(plan=plan, deck=deck, tokenizer_dir=tokenizer_dir, corpus_digest=corpus, facts=facts)
+
+
+def _data(
+    recipe: Recipe, objects: ObjectStore, *, cache_dir: Path, model_tokenizer: Path | None, tell: Tell
+) -> tuple[PreparedData | None, Deck, str]:
+    if recipe.data.access == "private":
+        return None, Deck([], [], seed=recipe.seed, shared=False, private=True), ""
+    if recipe.data.access == "listed":
+        assert recipe.data.listed is not None
+        listed = listed_data(Manifest.load(Path(recipe.data.listed)), recipe.data.read_options(), seed=recipe.seed)
+        deck = Deck(listed.shards, listed.validation, seed=recipe.seed, shared=False)
+        return None, deck, digest_file(Path(recipe.data.listed))
+    data = prepare_shared(
+        recipe.data, seed=recipe.seed, base=Path.cwd(), cache_dir=cache_dir, model_tokenizer=model_tokenizer, tell=tell
+    )
+    for shard in (*data.shards, *data.validation):
+        if not objects.has(shard.digest):
+            copy = objects.root / "shard.tmp"
+            shutil.copyfile(shard.path, copy)
+            objects.adopt(copy)
+    deck = Deck(data.catalogue(), data.held_out(), seed=recipe.seed, shared=True)
+    tell(
+        f"data {data.corpus_digest[:23]}: {data.num_documents:,} documents, {data.num_tokens:,} tokens to train on, "
+        f"{data.num_validation_tokens:,} held out"
+    )
+    return data, deck, data.corpus_digest
+
+
+def _own_tokenizer(recipe: Recipe, run_dir: Path, model_tokenizer: Path | None) -> Path | None:
+    """Private and listed data: the tokenizer is the recipe's or the model's; workers get it as an object."""
+    given = recipe.data.tokenizer.path
+    source = Path(given) if given else model_tokenizer
+    if source is None:
+        return None
+    target = run_dir / "tokenizer"
+    copy_tokenizer(source, target)
+    return target
+
+
+def _facts(data: PreparedData) -> dict[str, Any]:
+    return {
+        "corpus_digest": data.corpus_digest,
+        "documents": data.num_documents,
+        "validation_documents": data.num_validation_documents,
+        "training_tokens": data.num_tokens,
+        "validation_tokens": data.num_validation_tokens,
+        "skipped_records": data.report.num_skipped,
+    }

@@ -1,0 +1,28 @@
+"""What the command line asks of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions:
+    """The terms on which this machine is given to a run."""
+
+    link: str  # a join line, `@FILE` or a file that holds one
+    state_dir: Path  # identity, downloads and local state; one process at a time
+    name: str = ""  # wished id
+    data: tuple[Path, ...] = ()  # private text, or the root of this machine's copies of listed files
+    device: str = "auto"
+    num_threads: int = 0  # for compute on the CPU; 0 for all cores
+    allow_strategies: tuple[Path, ...] = ()
+    max_memory_bytes: int = 0  # 0 for no limit
+    hours: tuple[int, int] | None = None  # local hours of the day in which it works: from, to
+
+
+class Leaving(Protocol):
+    """A worker at work."""
+
+    def leave(self) -> None: ...

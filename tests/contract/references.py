@@ -1,0 +1,64 @@
+"""Plain PyTorch loops to hold the strategies against. Nothing here is Potluck's but the problem's data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from potluck.contract.problem import Problem
+from potluck.optim.inner import learning_rate
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def make_adamw(model: nn.Module, problem: Problem) -> torch.optim.AdamW:
+    inner = problem.inner
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=inner.lr, betas=inner.betas, eps=inner.eps)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, problem: Problem, p: float) -> float:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(problem.inner, p)
+    optimizer.zero_grad()
+    logits = model(input_ids=batch[:, :-1]).logits
+    loss = cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
+    loss.backward()
+    if problem.inner.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), problem.inner.clip)
+    optimizer.step()
+    return float(loss)
+
+
+def diloco(problem: Problem, *, num_inner_steps: int, outer_lr: float, outer_momentum: float) -> Tensor:
+    """One worker: H inner AdamW steps, then torch's Nesterov SGD on the pseudo-gradient."""
+    model = problem.model()
+    inner = make_adamw(model, problem)
+    theta = nn.Parameter(flat(model).clone())
+    outer = torch.optim.SGD([theta], lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+    batches = problem.batches(problem.num_rounds * num_inner_steps * problem.inner.batch_size)
+    for round in range(problem.num_rounds):
+        nn.utils.vector_to_parameters(theta.detach().clone(), model.parameters())
+        start, stop = round / problem.num_rounds, (round + 1) / problem.num_rounds
+        for step in range(num_inner_steps):
+            train_step(model, inner, next(batches), problem, start + (stop - start) * step / num_inner_steps)
+        theta.grad = theta.detach() - flat(model)
+        outer.step()
+    return theta.detach()
+
+
+def sync_sgd(problem: Problem, num_workers: int = 1) -> tuple[Tensor, list[float]]:
+    """A plain loop whose batch is what all workers read in that step. Parameters and the loss of every step."""
+    model = problem.model()
+    optimizer = make_adamw(model, problem)
+    asked = [(f"w{i + 1}", problem.inner.sequences_per_step) for i in range(num_workers)]
+    losses: list[float] = []
+    for step, rows in enumerate(problem.dealt([asked] * problem.num_rounds)):
+        batch = torch.cat([rows[worker] for worker, _ in asked])
+        losses.append(train_step(model, optimizer, batch, problem, step / problem.num_rounds))
+    return flat(model), losses
