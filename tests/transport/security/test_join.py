@@ -154,6 +154,7 @@ def test_only_the_key_of_a_request_is_believed(coordinator, worker_connect, enro
     )
     boastful = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
     large = builder.sign(rsa.generate_private_key(65537, 2048), hashes.SHA256())
+    large = large.public_bytes(serialization.Encoding.PEM)
     token = invite(coordinator, uses=3)
 
     async def main():
@@ -161,8 +162,7 @@ def test_only_the_key_of_a_request_is_believed(coordinator, worker_connect, enro
             connection = worker_connect(f"127.0.0.1:{coordinator.enrol_port}", coordinator.authority.certificate_pem)
             reply = await connection.call("Enrol", enrol_request(token, request_pem=boastful))
             with pytest.raises(NotAdmitted, match=r"another kind of key"):
-                pem = large.public_bytes(serialization.Encoding.PEM)
-                await connection.call("Enrol", enrol_request(token, request_pem=pem))
+                await connection.call("Enrol", enrol_request(token, request_pem=large))
             with pytest.raises(NotAdmitted, match=r"cannot be read"):
                 await connection.call("Enrol", enrol_request(token, request_pem=b"-----BEGIN nonsense"))
             with pytest.raises(NotAdmitted, match=r"5000 bytes and the limit"):

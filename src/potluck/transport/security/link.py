@@ -46,9 +46,11 @@ class JoinLink:
             found = "none" if not lines else str(len(lines))
             raise PotluckError(f"a join line looks like {_FORM} and {found} was given; copy it from `potluck host`")
         address, slash, secrets = lines[0][len(SCHEME) :].partition("/")
+        if not slash:  # the address is not shown: a line that lost its slash has the token in it
+            raise PotluckError(f"the join line has no token after the address; it looks like {_FORM}: copy it again")
         host, port = parse_address(address)
         token, _, pin = secrets.lstrip("#").lower().partition(".")
-        if not slash or (len(token), len(pin)) != (TOKEN_CHARACTERS, PIN_CHARACTERS):
+        if (len(token), len(pin)) != (TOKEN_CHARACTERS, PIN_CHARACTERS):
             raise PotluckError(
                 f"the join line for {address} ends in {len(secrets)} characters and should end in "
                 f"{TOKEN_CHARACTERS + 1 + PIN_CHARACTERS}; copy the whole line again"
