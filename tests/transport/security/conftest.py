@@ -8,8 +8,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import pytest
 
 from potluck.clock import SystemClock, ThreadExecutor
@@ -17,15 +15,14 @@ from potluck.protocol import pb
 from potluck.storage.database import Database
 from potluck.storage.members import Members
 from potluck.transport.connection import Channel, Peer, Traffic
+from potluck.transport.grpc.client import GrpcConnection, call_enrol
+from potluck.transport.grpc.server import EnrolServer, GrpcServer
 from potluck.transport.security.admission import Admission
-from potluck.transport.security.authority import Authority, ServerCertificates, ServerIdentity
+from potluck.transport.security.authority import Authority, ServerCertificates
 from potluck.transport.security.enroller import Enroller
 from potluck.transport.security.identity import Identity
-from potluck.transport.security.link import JoinLink, parse_address
-from potluck.transport.security.names import SERVER_NAME, SERVICE_NAME
-from potluck.transport.security.proxy import channel_options
-from potluck.types import errors
-from potluck.types.errors import ConnectionLost, PotluckError
+from potluck.transport.security.link import JoinLink
+from potluck.types.errors import ConnectionLost
 
 
 class SettableClock(SystemClock):
@@ -37,38 +34,26 @@ class SettableClock(SystemClock):
         return super().time() + self.ahead_s
 
 
-class PlainConnection:
-    """A `Connection` for unary calls, as the gRPC transport makes them."""
+class EnrolConnection:
+    """A `Connection` to the enrol port, for its one call."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials) -> None:
+    def __init__(self, address: str, authority_pem: bytes) -> None:
         self.traffic = Traffic()
-        options = [("grpc.ssl_target_name_override", SERVER_NAME), *channel_options(parse_address(address)[0])]
-        self._channel = grpc.aio.secure_channel(address, credentials, options=options)
+        self._address, self._authority_pem = address, authority_pem
 
     async def call(self, method: str, request: bytes, *, timeout_s: float = 10.0) -> bytes:
-        try:
-            return await self._channel.unary_unary(f"/{SERVICE_NAME}/{method}")(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            name, _, sentence = (error.details() or "").partition(": ")
-            kind = getattr(errors, name, None)
-            if error.code() is grpc.StatusCode.FAILED_PRECONDITION and kind is not None:
-                raise kind(sentence) from error
-            raise ConnectionLost(error.details()) from error
+        assert method == "Enrol"
+        return await call_enrol(self._address, self._authority_pem, request, timeout_s=timeout_s)
 
     async def open(self, method: str) -> Channel:
         raise NotImplementedError
 
     async def close(self) -> None:
-        await self._channel.close()
+        pass
 
 
-def connect(address: str, authority_pem: bytes) -> PlainConnection:
-    return PlainConnection(address, grpc.ssl_channel_credentials(authority_pem))
-
-
-def connect_as(identity: Identity) -> PlainConnection:
-    credentials = grpc.ssl_channel_credentials(identity.authority_pem, identity.key_pem, identity.certificate_pem)
-    return PlainConnection(identity.address, credentials)
+def connect_as(identity: Identity) -> GrpcConnection:
+    return GrpcConnection(identity.address, identity)
 
 
 class Coordinator:
@@ -87,8 +72,8 @@ class Coordinator:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[Coordinator]:
-        serve = self._server({"Renew": self._renew, "Whoami": self._whoami})
-        self.serve_port = serve.add_secure_port("127.0.0.1:0", self._rotating_credentials())
+        serve = GrpcServer(check_peer=self.admission.check_peer, identity=self.certificates.current)
+        self.serve_port = await serve.start(self, 0, "127.0.0.1")
         self.enroller = Enroller(
             self.authority,
             self.members,
@@ -97,63 +82,33 @@ class Coordinator:
             serve_port=self.serve_port,
             on_replaced=self.replaced.append,
         )
-        enrol = self._server({"Enrol": self._enrol})
-        own = self.authority.enrol_identity()
-        self.enrol_port = enrol.add_secure_port(
-            "127.0.0.1:0", grpc.ssl_server_credentials([(own.key_pem, own.certificate_pem)])
-        )
-        await serve.start()
-        await enrol.start()
+        enrol = EnrolServer(self._enrol, identity=self.authority.enrol_identity)
+        self.enrol_port = await enrol.start(0, "127.0.0.1")
         try:
             yield self
         finally:
-            await enrol.stop(None)
-            await serve.stop(None)
+            await enrol.stop()
+            await serve.stop()
 
     def link(self, token: str, *, pin: str = "", host: str = "127.0.0.1") -> JoinLink:
         return JoinLink(host=host, port=self.enrol_port, token=token, pin=pin or self.authority.pin)
 
-    def _server(self, handlers: dict[str, Callable]) -> grpc.aio.Server:
-        server = grpc.aio.server()
-        methods = {name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in handlers.items()}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, methods),))
-        return server
-
-    def _rotating_credentials(self) -> grpc.ServerCredentials:
-        def configuration(identity: ServerIdentity) -> grpc.ServerCertificateConfiguration:
-            pair = (identity.key_pem, identity.certificate_pem)
-            return grpc.ssl_server_certificate_configuration([pair], root_certificates=identity.authority_pem)
-
-        return grpc.dynamic_ssl_server_credentials(
-            configuration(self.certificates.current()),
-            lambda: configuration(self.certificates.current()),
-            require_client_authentication=True,
-        )
-
-    async def _enrol(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        self.requests.append(request)
-        try:
-            reply = await self.enroller.handle(request, context.peer())
-        except PotluckError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{type(error).__name__}: {error}")
-        if self.drop_replies:
-            self.drop_replies -= 1
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the reply was lost")
-        return reply
-
-    async def _whoami(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        peer = await self._peer(context)
+    async def call(self, peer: Peer, method: str, request: bytes) -> bytes:
+        """As a `Service`: renews, and tells everybody else who they are."""
+        if method == "Renew":
+            return await self.enroller.renew(peer, request)
         return f"{peer.id} {peer.role}".encode()
 
-    async def _renew(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        return await self.enroller.renew(await self._peer(context), request)
+    async def open(self, peer: Peer, method: str, channel: Channel) -> None:
+        raise NotImplementedError
 
-    async def _peer(self, context: grpc.aio.ServicerContext) -> Peer:
-        try:
-            return self.admission.check_peer(context.auth_context()["x509_pem_cert"][0])
-        except PotluckError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{type(error).__name__}: {error}")
-            raise AssertionError from error
+    async def _enrol(self, request: bytes, address: str) -> bytes:
+        self.requests.append(request)
+        reply = await self.enroller.handle(request, address)
+        if self.drop_replies:
+            self.drop_replies -= 1
+            raise ConnectionLost("the reply was lost")
+        return reply
 
 
 @pytest.fixture
@@ -165,12 +120,12 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
 
 
 @pytest.fixture
-def worker_connect() -> Callable[[str, bytes], PlainConnection]:
-    return connect
+def worker_connect() -> Callable[[str, bytes], EnrolConnection]:
+    return EnrolConnection
 
 
 @pytest.fixture
-def connect_identity() -> Callable[[Identity], PlainConnection]:
+def connect_identity() -> Callable[[Identity], GrpcConnection]:
     return connect_as
 
 

@@ -18,6 +18,7 @@ def make(authority, *, name="anna", role="worker", key=None):
     return Identity(
         host="fe80::1",
         serve_port=7002,
+        enrol_port=7001,
         key_pem=key_to_pem(key),
         certificate_pem=authority.issue_client(name, role=role, key=key.public_key(), serial=5, now=NOW),
         authority_pem=authority.certificate_pem,

@@ -51,10 +51,10 @@ def join(coordinator, worker_connect, tmp_path):
 
 @pytest.fixture
 def whoami(connect_identity):
-    async def whoami(identity):
+    async def whoami(identity, method="Welcome"):
         connection = connect_identity(identity)
         try:
-            return (await connection.call("Whoami", b"")).decode()
+            return (await connection.call(method, b"")).decode()
         finally:
             await connection.close()
 
@@ -222,14 +222,35 @@ def test_a_known_machine_keeps_its_identity_without_a_token(coordinator, join, w
     assert len(coordinator.requests) == 2
 
 
+def test_a_coordinator_that_moved_is_found_by_its_new_line(coordinator, join, whoami, worker_connect, tmp_path):
+    async def main():
+        async with coordinator.serving():
+            before = await join(invite(coordinator))
+        async with coordinator.serving():  # other ports
+            after = await obtain(
+                coordinator.link(invite(coordinator)),
+                name="anna",
+                folder=tmp_path / "anna",
+                executor=coordinator.executor,
+                now=coordinator.clock.time(),
+                connect=worker_connect,
+            )
+            return before, after, await whoami(after)
+
+    before, after, said = asyncio.run(main())
+    assert (before.worker_id, after.worker_id, said) == ("anna", "anna", "anna worker")
+    assert after.serve_port == coordinator.serve_port != before.serve_port
+    assert after.key_pem == before.key_pem
+
+
 def test_a_revoked_member_is_refused_on_an_open_connection(coordinator, join, connect_identity):
     async def main():
         async with coordinator.serving():
             connection = connect_identity(await join(invite(coordinator)))
-            assert await connection.call("Whoami", b"") == b"anna worker"
+            assert await connection.call("Welcome", b"") == b"anna worker"
             coordinator.members.remove("anna")
             with pytest.raises(NotAdmitted, match=r"anna is revoked or unknown"):
-                await connection.call("Whoami", b"")
+                await connection.call("Welcome", b"")
             await connection.close()
 
     asyncio.run(main())
@@ -240,10 +261,10 @@ def test_a_certificate_that_expires_is_refused_on_an_open_connection(coordinator
         async with coordinator.serving():
             connection = connect_identity(await join(invite(coordinator)))
             coordinator.clock.ahead_s = 29.9 * DAY_S
-            assert await connection.call("Whoami", b"") == b"anna worker"
+            assert await connection.call("Welcome", b"") == b"anna worker"
             coordinator.clock.ahead_s = 30.1 * DAY_S
             with pytest.raises(NotAdmitted, match=r"anna has expired"):
-                await connection.call("Whoami", b"")
+                await connection.call("Welcome", b"")
             await connection.close()
 
     asyncio.run(main())
@@ -305,7 +326,7 @@ def test_client_and_server_certificates_do_not_stand_in_for_each_other(coordinat
                 "127.0.0.1:0", grpc.ssl_server_credentials([(member.key_pem, member.certificate_pem)])
             )
             await impostor.start()
-            with pytest.raises(ConnectionLost, match=r"(?i)certificate"):
+            with pytest.raises(NotAdmitted, match=r"does not hold a valid certificate"):
                 await whoami(
                     Identity(
                         host="127.0.0.1",
@@ -369,7 +390,7 @@ def test_the_server_certificate_rotates_while_connections_go_on(coordinator, joi
         async with coordinator.serving():
             identity = await join(invite(coordinator))
             open_before = connect_identity(identity)
-            assert await open_before.call("Whoami", b"") == b"anna worker"
+            assert await open_before.call("Welcome", b"") == b"anna worker"
             before = [await asyncio.to_thread(served_serial, identity) for _ in range(2)]
             coordinator.certificates._life_s = 1000 * DAY_S
             coordinator.certificates._current = coordinator.authority.issue_server(
@@ -377,7 +398,7 @@ def test_the_server_certificate_rotates_while_connections_go_on(coordinator, joi
             )  # as it stands two thirds through its life
             after = await asyncio.to_thread(served_serial, identity)
             fresh = connect_identity(identity)
-            said = [await open_before.call("Whoami", b""), await fresh.call("Whoami", b"")]
+            said = [await open_before.call("Welcome", b""), await fresh.call("Welcome", b"")]
             await open_before.close()
             await fresh.close()
             return before, after, said
@@ -406,7 +427,7 @@ def test_a_named_invitation_replaces_the_key_of_its_member(coordinator, join, wh
 def test_an_operator_is_one_by_its_certificate_only(coordinator, join, whoami, tmp_path):
     async def main():
         async with coordinator.serving():
-            far = await join(invite(coordinator, role="operator", name="boss"))
+            far = await join(invite(coordinator, role="operator", name="boss"), folder="boss")
             here = [
                 local_operator(
                     coordinator.authority,
@@ -418,8 +439,12 @@ def test_an_operator_is_one_by_its_certificate_only(coordinator, join, whoami, t
                 for _ in range(2)
             ]
             with pytest.raises(NotAdmitted):
-                await whoami(here[0])  # a restart makes a new one and ends the one before
-            return await whoami(far), await whoami(Identity.load(tmp_path / "operator"))
+                await whoami(here[0], "Status")  # a restart makes a new one and ends the one before
+            with pytest.raises(NotAdmitted, match=r"boss has the role operator and may not use Welcome"):
+                await whoami(far)
+            with pytest.raises(NotAdmitted, match=r"anna has the role worker and may not use Admin"):
+                await whoami(await join(invite(coordinator)), "Admin")
+            return await whoami(far, "Status"), await whoami(Identity.load(tmp_path / "operator"), "Status")
 
     assert asyncio.run(main()) == ("boss operator", "operator-here operator")
 

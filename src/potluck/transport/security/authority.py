@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from potluck.clock import Clock
+from potluck.transport.grpc.options import TlsIdentity
 from potluck.transport.security.keys import (
     certificate_from_pem,
     certificate_key,
@@ -45,12 +46,9 @@ _NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "potluck authority")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerIdentity:
-    """What a server port presents, in PEM. `expires` and `renew_at` are seconds since 1970."""
+class ServerIdentity(TlsIdentity):
+    """What a server port presents. `expires` and `renew_at` are seconds since 1970."""
 
-    key_pem: bytes = field(repr=False)
-    certificate_pem: bytes
-    authority_pem: bytes
     expires: float
     renew_at: float
 

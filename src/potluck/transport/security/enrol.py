@@ -48,9 +48,13 @@ Connect = Callable[[str, bytes], Connection]
 async def obtain(
     link: JoinLink, *, name: str, folder: Path, executor: Executor, now: float, connect: Connect
 ) -> Identity:
-    """The identity in `folder` if it is one of this link's coordinator and not expired; else join and keep it there."""
+    """The identity in `folder` if it is one of this link's coordinator and not expired; else join and keep it there.
+
+    A line with another port means that the coordinator has moved: joining again with the key kept here gives the same
+    membership and its new serve port.
+    """
     known = await executor.run(_known, link, folder)
-    if known is not None and not known.expired(now):
+    if known is not None and not known.expired(now) and known.enrol_port == link.port:
         return known.at(link.host)
     return await enrol(link, name=name, folder=folder, executor=executor, connect=connect)
 
@@ -135,6 +139,7 @@ def _accept(link: JoinLink, folder: Path, key_pem: bytes, authority_pem: bytes, 
     identity = Identity(
         host=link.host,
         serve_port=reply.serve_port,
+        enrol_port=link.port,
         key_pem=key_pem,
         certificate_pem=reply.certificate_pem,
         authority_pem=authority_pem,

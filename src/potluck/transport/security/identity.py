@@ -14,6 +14,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from potluck.protocol import pb
+from potluck.transport.grpc.options import TlsIdentity
 from potluck.transport.security.authority import RENEW_AFTER
 from potluck.transport.security.keys import (
     UNREADABLE,
@@ -37,14 +38,13 @@ FILE_NAME = "identity.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
-    """A member's proof of itself. All PEM; `host` and `serve_port` are where its coordinator serves."""
+class Identity(TlsIdentity):
+    """A member's proof of itself; `host` and `serve_port` are where its coordinator serves, `enrol_port` where it
+    joined (0: it did not join over the network)."""
 
     host: str
     serve_port: int
-    key_pem: bytes = field(repr=False)
-    certificate_pem: bytes = field(repr=False)
-    authority_pem: bytes = field(repr=False)
+    enrol_port: int = 0
 
     @cached_property
     def certificate(self) -> x509.Certificate:
@@ -104,6 +104,7 @@ class Identity:
         fields = {
             "host": self.host,
             "serve_port": self.serve_port,
+            "enrol_port": self.enrol_port,
             "key_pem": self.key_pem.decode(),
             "certificate_pem": self.certificate_pem.decode(),
             "authority_pem": self.authority_pem.decode(),
@@ -126,6 +127,7 @@ class Identity:
             identity = Identity(
                 host=str(fields["host"]),
                 serve_port=int(fields["serve_port"]),
+                enrol_port=int(fields["enrol_port"]),
                 key_pem=str(fields["key_pem"]).encode(),
                 certificate_pem=str(fields["certificate_pem"]).encode(),
                 authority_pem=str(fields["authority_pem"]).encode(),
