@@ -13,7 +13,7 @@ from potluck.storage.files import FolderLock
 from potluck.strategies.registry import load_file
 from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Connection
-from potluck.transport.grpc.client import GrpcConnection, GrpcEnrolConnection
+from potluck.transport.grpc.client import GrpcConnection
 from potluck.transport.grpc.options import TlsIdentity
 from potluck.transport.security.enrol import obtain
 from potluck.transport.security.identity import Identity, apply_renewal, renewal_request
@@ -59,7 +59,7 @@ class _Joining:
         strategies = await self.files.run(_allowed, options.allow_strategies)
         identity = await obtain(
             read_link(options.link), name=options.name or socket.gethostname(), folder=self._folder,
-            executor=self.files, now=self.clock.time(), connect=GrpcEnrolConnection,
+            executor=self.files, now=self.clock.time(),
         )  # fmt: skip
         agent: Agent
 

@@ -14,8 +14,8 @@ from potluck.clock import SystemClock, ThreadExecutor
 from potluck.protocol import pb
 from potluck.storage.database import Database
 from potluck.storage.members import Members
-from potluck.transport.connection import Channel, Peer, Traffic
-from potluck.transport.grpc.client import GrpcConnection, call_enrol
+from potluck.transport.connection import Channel, Peer
+from potluck.transport.grpc.client import GrpcConnection
 from potluck.transport.grpc.server import EnrolServer, GrpcServer
 from potluck.transport.security.admission import Admission
 from potluck.transport.security.authority import Authority, ServerCertificates
@@ -32,24 +32,6 @@ class SettableClock(SystemClock):
 
     def time(self) -> float:
         return super().time() + self.ahead_s
-
-
-class EnrolConnection:
-    """A `Connection` to the enrol port, for its one call."""
-
-    def __init__(self, address: str, authority_pem: bytes) -> None:
-        self.traffic = Traffic()
-        self._address, self._authority_pem = address, authority_pem
-
-    async def call(self, method: str, request: bytes, *, timeout_s: float = 10.0) -> bytes:
-        assert method == "Enrol"
-        return await call_enrol(self._address, self._authority_pem, request, timeout_s=timeout_s)
-
-    async def open(self, method: str) -> Channel:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        pass
 
 
 def connect_as(identity: Identity) -> GrpcConnection:
@@ -117,11 +99,6 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     yield made
     made.executor.close()
     made.members._db.close()
-
-
-@pytest.fixture
-def worker_connect() -> Callable[[str, bytes], EnrolConnection]:
-    return EnrolConnection
 
 
 @pytest.fixture

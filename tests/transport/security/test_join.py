@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from potluck.protocol import pb
+from potluck.transport.grpc.client import call_enrol
 from potluck.transport.security.authority import Authority
 from potluck.transport.security.enrol import enrol, fetch_authority, obtain
 from potluck.transport.security.enroller import local_operator
@@ -34,7 +35,7 @@ DAY_S = 86400.0
 
 
 @pytest.fixture
-def join(coordinator, worker_connect, tmp_path):
+def join(coordinator, tmp_path):
     """Join with a token, as a worker in its own folder."""
 
     async def join(token, *, name="anna", folder="anna", **link):
@@ -43,7 +44,6 @@ def join(coordinator, worker_connect, tmp_path):
             name=name,
             folder=tmp_path / folder,
             executor=coordinator.executor,
-            connect=worker_connect,
         )
 
     return join
@@ -59,6 +59,15 @@ def whoami(connect_identity):
             await connection.close()
 
     return whoami
+
+
+@pytest.fixture
+def raw_enrol(coordinator):
+    async def raw_enrol(request):
+        address = f"127.0.0.1:{coordinator.enrol_port}"
+        return await call_enrol(address, coordinator.authority.certificate_pem, request, timeout_s=10)
+
+    return raw_enrol
 
 
 def invite(coordinator, **options):
@@ -119,23 +128,21 @@ def test_wrong_expired_withdrawn_and_used_up_tokens_are_told_apart(coordinator, 
     assert [m.id for m in coordinator.members.members()] == ["anna"]
 
 
-def test_another_major_version_is_refused_before_the_token_is_read(coordinator, worker_connect, enrol_request):
+def test_another_major_version_is_refused_before_the_token_is_read(coordinator, raw_enrol, enrol_request):
     token = invite(coordinator)
 
     async def main():
         async with coordinator.serving():
-            connection = worker_connect(f"127.0.0.1:{coordinator.enrol_port}", coordinator.authority.certificate_pem)
             with pytest.raises(VersionMismatch, match=r"the machine at 127\.0\.0\.1 speaks protocol 2\.0"):
-                await connection.call("Enrol", enrol_request(token, major=2))
+                await raw_enrol(enrol_request(token, major=2))
             with pytest.raises(VersionMismatch, match=r"protocol 9\.0"):
-                await connection.call("Enrol", enrol_request("no token", major=9))
-            await connection.close()
+                await raw_enrol(enrol_request("no token", major=9))
 
     asyncio.run(main())
     assert [t.uses_left for t in coordinator.members.invitations(now=coordinator.clock.time())] == [1]
 
 
-def test_only_the_key_of_a_request_is_believed(coordinator, worker_connect, enrol_request):
+def test_only_the_key_of_a_request_is_believed(coordinator, raw_enrol, enrol_request):
     """A request whose subject claims to be an operator gives a worker; one that is no request gives nothing."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -159,17 +166,15 @@ def test_only_the_key_of_a_request_is_believed(coordinator, worker_connect, enro
 
     async def main():
         async with coordinator.serving():
-            connection = worker_connect(f"127.0.0.1:{coordinator.enrol_port}", coordinator.authority.certificate_pem)
-            reply = await connection.call("Enrol", enrol_request(token, request_pem=boastful))
+            reply = await raw_enrol(enrol_request(token, request_pem=boastful))
             with pytest.raises(NotAdmitted, match=r"another kind of key"):
-                await connection.call("Enrol", enrol_request(token, request_pem=large))
+                await raw_enrol(enrol_request(token, request_pem=large))
             with pytest.raises(NotAdmitted, match=r"cannot be read"):
-                await connection.call("Enrol", enrol_request(token, request_pem=b"-----BEGIN nonsense"))
+                await raw_enrol(enrol_request(token, request_pem=b"-----BEGIN nonsense"))
             with pytest.raises(NotAdmitted, match=r"5000 bytes and the limit"):
-                await connection.call("Enrol", enrol_request(token, request_pem=b"x" * 5000))
+                await raw_enrol(enrol_request(token, request_pem=b"x" * 5000))
             with pytest.raises(NotAdmitted, match=r"EnrolRequest of 3 bytes cannot be read"):
-                await connection.call("Enrol", b"\xff\xff\xff")
-            await connection.close()
+                await raw_enrol(b"\xff\xff\xff")
             return pb.EnrolReply.FromString(reply)
 
     reply = asyncio.run(main())
@@ -195,7 +200,7 @@ def test_a_reply_lost_on_the_way_does_not_cost_the_membership(coordinator, join,
     assert [m.id for m in coordinator.members.members()] == ["anna"]
 
 
-def test_a_known_machine_keeps_its_identity_without_a_token(coordinator, join, worker_connect, tmp_path):
+def test_a_known_machine_keeps_its_identity_without_a_token(coordinator, join, tmp_path):
     async def main():
         async with coordinator.serving():
             first = await join(invite(coordinator))
@@ -207,7 +212,6 @@ def test_a_known_machine_keeps_its_identity_without_a_token(coordinator, join, w
                     folder=tmp_path / "anna",
                     executor=coordinator.executor,
                     now=coordinator.clock.time(),
-                    connect=worker_connect,
                 )
 
             same = await again("b" * 26)
@@ -222,7 +226,7 @@ def test_a_known_machine_keeps_its_identity_without_a_token(coordinator, join, w
     assert len(coordinator.requests) == 2
 
 
-def test_a_coordinator_that_moved_is_found_by_its_new_line(coordinator, join, whoami, worker_connect, tmp_path):
+def test_a_coordinator_that_moved_is_found_by_its_new_line(coordinator, join, whoami, tmp_path):
     async def main():
         async with coordinator.serving():
             before = await join(invite(coordinator))
@@ -233,7 +237,6 @@ def test_a_coordinator_that_moved_is_found_by_its_new_line(coordinator, join, wh
                 folder=tmp_path / "anna",
                 executor=coordinator.executor,
                 now=coordinator.clock.time(),
-                connect=worker_connect,
             )
             return before, after, await whoami(after)
 
@@ -512,7 +515,7 @@ def test_a_port_that_speaks_something_else():
     asyncio.run(main())
 
 
-def test_many_join_at_once_and_the_event_loop_stays_free(coordinator, worker_connect, tmp_path, stall_watchdog):
+def test_many_join_at_once_and_the_event_loop_stays_free(coordinator, tmp_path, stall_watchdog):
     async def main():
         async with coordinator.serving():
             token = coordinator.members.invite(now=coordinator.clock.time(), uses=8)
@@ -523,7 +526,6 @@ def test_many_join_at_once_and_the_event_loop_stays_free(coordinator, worker_con
                     name="desk",
                     folder=tmp_path / str(number),
                     executor=coordinator.executor,
-                    connect=worker_connect,
                 )
 
             return await asyncio.gather(*(one(n) for n in range(10)), return_exceptions=True)
@@ -534,7 +536,7 @@ def test_many_join_at_once_and_the_event_loop_stays_free(coordinator, worker_con
     assert sum(isinstance(r, NotAdmitted) for r in results) == 2
 
 
-def test_the_printed_line_is_all_that_is_needed(coordinator, worker_connect, tmp_path):
+def test_the_printed_line_is_all_that_is_needed(coordinator, tmp_path):
     async def main():
         async with coordinator.serving():
             line = coordinator.link(invite(coordinator)).format()
@@ -543,7 +545,6 @@ def test_the_printed_line_is_all_that_is_needed(coordinator, worker_connect, tmp
                 name="anna",
                 folder=tmp_path / "anna",
                 executor=coordinator.executor,
-                connect=worker_connect,
             )
 
     assert asyncio.run(main()).worker_id == "anna"

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
 from pathlib import Path
 
 from cryptography import x509
 
 from potluck.clock import Executor
 from potluck.protocol import pb, version
-from potluck.transport.connection import Connection
+from potluck.transport.grpc.client import call_enrol
 from potluck.transport.security.identity import Identity
 from potluck.transport.security.keys import (
     UNREADABLE,
@@ -34,20 +33,15 @@ from potluck.transport.security.keys import (
 )
 from potluck.transport.security.link import JoinLink, format_address
 from potluck.transport.security.messages import parse_message
-from potluck.transport.security.names import ENROL_METHOD, SERVER_NAME
+from potluck.transport.security.names import SERVER_NAME
 from potluck.transport.security.private_files import read_private, write_private
 from potluck.transport.security.proxy import open_stream
 from potluck.types.errors import CoordinatorUnreachable, CorruptError, NotAdmitted
 
 KEY_FILE = "joining.pem"
 
-Connect = Callable[[str, bytes], Connection]
-"""`(address, authority_pem)` to a connection that believes only what this authority signed."""
 
-
-async def obtain(
-    link: JoinLink, *, name: str, folder: Path, executor: Executor, now: float, connect: Connect
-) -> Identity:
+async def obtain(link: JoinLink, *, name: str, folder: Path, executor: Executor, now: float) -> Identity:
     """The identity in `folder` if it is one of this link's coordinator and not expired; else join and keep it there.
 
     A line with another port means that the coordinator has moved: joining again with the key kept here gives the same
@@ -56,12 +50,10 @@ async def obtain(
     known = await executor.run(_known, link, folder)
     if known is not None and not known.expired(now) and known.enrol_port == link.port:
         return known.at(link.host)
-    return await enrol(link, name=name, folder=folder, executor=executor, connect=connect)
+    return await enrol(link, name=name, folder=folder, executor=executor)
 
 
-async def enrol(
-    link: JoinLink, *, name: str, folder: Path, executor: Executor, connect: Connect, timeout_s: float = 30.0
-) -> Identity:
+async def enrol(link: JoinLink, *, name: str, folder: Path, executor: Executor, timeout_s: float = 30.0) -> Identity:
     """Join with `link` as a new member that would like to be called `name`; the identity is saved in `folder`.
 
     AddressError, CoordinatorUnreachable: nobody there. NotAdmitted: another key than the pin, or a token that is not
@@ -77,11 +69,7 @@ async def enrol(
         ) from error
     key_pem, request_pem = await executor.run(_joining_key, link, folder)
     request = pb.EnrolRequest(version=version(), token=link.token, request_pem=request_pem, name=name[:200])
-    connection = connect(link.address, authority_pem)
-    try:
-        reply = await connection.call(ENROL_METHOD, request.SerializeToString(), timeout_s=timeout_s)
-    finally:
-        await connection.close()
+    reply = await call_enrol(link.address, authority_pem, request.SerializeToString(), timeout_s=timeout_s)
     return await executor.run(_accept, link, folder, key_pem, authority_pem, reply)
 
 
