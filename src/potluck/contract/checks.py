@@ -21,9 +21,9 @@ from torch import Tensor
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract.problem import Problem
+from potluck.coordinator.core import Plan
 from potluck.protocol import pb
 from potluck.simulator.world import World
-from potluck.coordinator.core import Plan
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import Strategy

@@ -63,4 +63,5 @@ class Admin:
             member.leaving = True
             self._run.roster.signal()
         self._run.tell("left", f"{name} was removed", worker=name, reason="removed by the operator")
-        return f"{name} is removed and its {len(removal.serials)} certificates are revoked"
+        line = "; the shared join line no longer works, use `potluck invite`" if removal.line_withdrawn else ""
+        return f"{name} is removed and its certificates are revoked{line}"

@@ -97,6 +97,7 @@ class Coordinator:
         self.losses: dict[int, float] = {}  # validation loss by round
         self.stop_reason = ""
         self.traffic: Callable[[str], Traffic] = lambda _: Traffic()  # of this process, by worker; set by the host
+        self.seen: Callable[[str], None] = lambda _: None  # blocks; notes in the member book that a worker was here
         self._given: dict[str, dict[str, Any]] = {}  # by worker: tokens, rounds, bytes of earlier processes
         self._attempt = 0
         self._begun_at = 0.0
@@ -168,7 +169,7 @@ class Coordinator:
             await self.executor.run(self.ledger.roll_back, 0, self.deck.fresh())
             return first
         manifest, handles = found
-        value = {**manifest["state"], **{name: None for name in handles}}
+        value = {**manifest["state"], **dict.fromkeys(handles)}
         state = self.strategy.State.from_json(value)
         state = replace(state, **handles)
         await self.executor.run(self.ledger.roll_back, state.round, manifest["deal"])

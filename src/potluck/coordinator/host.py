@@ -8,7 +8,6 @@ import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from potluck.clock import SystemClock, ThreadExecutor
 from potluck.coordinator.admin import Admin
@@ -24,10 +23,9 @@ from potluck.storage.files import FolderLock, write_atomic
 from potluck.storage.members import Members
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.state import State
-from potluck.transport.grpc.options import TlsIdentity
 from potluck.transport.grpc.server import EnrolServer, GrpcServer
 from potluck.transport.security.admission import Admission
-from potluck.transport.security.authority import Authority, ServerCertificates, ServerIdentity
+from potluck.transport.security.authority import Authority, ServerCertificates
 from potluck.transport.security.enroller import Enroller, local_operator
 from potluck.transport.security.link import JoinLink, parse_address
 from potluck.types.ids import WorkerId
@@ -184,14 +182,14 @@ class _Network:
         certificates = ServerCertificates(authority, clock)
         service = CoordinatorService(run)
         server = self._server = GrpcServer(
-            check_peer=Admission(members, clock).check_peer, identity=lambda: _tls(certificates.current())
+            check_peer=Admission(members, clock).check_peer, identity=certificates.current
         )
         serve_port = await server.start(service, ports[1], host)
         enroller = Enroller(authority, members, clock, files, serve_port=serve_port, on_replaced=server.drop)
-        enrol_identity = authority.enrol_identity()
-        self._enrol = EnrolServer(enroller.handle, identity=lambda: _tls(enrol_identity))
+        self._enrol = EnrolServer(enroller.handle, identity=authority.enrol_identity)
         enrol_port = await self._enrol.start(ports[0], host)
         await files.run(write_atomic, folder / "ports.json", json.dumps([enrol_port, serve_port]).encode())
+        run.seen = lambda id: members.seen(WorkerId(id), now=clock.time())
         run.traffic = lambda id: server.traffic(WorkerId(id))
         await files.run(
             lambda: local_operator(authority, members, folder / "operator", serve_port=serve_port, now=clock.time())
@@ -223,12 +221,6 @@ class _Network:
             await self._enrol.stop()
         if self._server is not None:
             await self._server.stop()
-
-
-def _tls(identity: ServerIdentity) -> TlsIdentity:
-    return TlsIdentity(
-        key_pem=identity.key_pem, certificate_pem=identity.certificate_pem, authority_pem=identity.authority_pem
-    )
 
 
 def _known_ports(folder: Path) -> tuple[int, int]:

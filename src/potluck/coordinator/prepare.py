@@ -16,8 +16,8 @@ from potluck.coordinator.recipe import Recipe
 from potluck.data.manifest import Manifest, listed_data
 from potluck.data.prepare import PreparedData, prepare_shared
 from potluck.data.tokenizer import copy_tokenizer, pack_tokenizer
-from potluck.models.build import initial_vector, layout_of, model_config, tokenizer_folder
 from potluck.models.build import build as build_model
+from potluck.models.build import initial_vector, layout_of, model_config, tokenizer_folder
 from potluck.storage.digest import digest_file
 from potluck.storage.files import write_atomic
 from potluck.storage.objects import ObjectStore

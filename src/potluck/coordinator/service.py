@@ -79,6 +79,7 @@ class CoordinatorService:
             profile = DeviceProfile.from_json(json.loads(request.profile_json or "{}"))
         except (ValueError, TypeError) as error:
             raise Refused(f"the profile of {peer.id} cannot be read") from error
+        await self.run.executor.run(self.run.seen, peer.id)
         known = peer.id in self.run.roster.members
         member = self.run.roster.arrive(peer.id, profile, self.run.clock.now())
         member.private_sequences = request.private_sequences

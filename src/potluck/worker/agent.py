@@ -59,6 +59,7 @@ class Agent:
         self.link = Link()
         self.runner: Runner | None = None
         self.spec: RunSpec | None = None
+        self._reconnect = asyncio.Event()
         self.ended = ""  # why the run ended, as the coordinator said it
 
     async def work(self) -> None:
@@ -101,6 +102,10 @@ class Agent:
         if self.runner is not None:
             self.runner.changed.set()
 
+    def reconnect(self) -> None:
+        """Give the present connection up for a new one."""
+        self._reconnect.set()
+
     def note(self, text: str) -> None:
         """A sentence for people on this machine and for the run's log."""
         self._told(text)
@@ -134,6 +139,7 @@ class Agent:
 
     async def _serve(self, connection: Connection, running: asyncio.Task[None]) -> None:
         """Control and Data until the link breaks or the run ends."""
+        self._reconnect.clear()
         control = await connection.open("Control")
         data = await connection.open("Data")
         self.runner_ready().changed.set()
@@ -144,6 +150,7 @@ class Agent:
                 self._write_reports(control),
                 self._read_data(data),
                 self._write_data(data),
+                self._reconnect.wait(),
             )
         ]
         try:

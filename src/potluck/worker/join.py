@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,10 @@ from potluck.strategies.registry import load_file
 from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Connection
 from potluck.transport.grpc.client import GrpcConnection
-from potluck.transport.grpc.options import TlsIdentity
 from potluck.transport.security.enrol import obtain
 from potluck.transport.security.identity import Identity, apply_renewal, renewal_request
 from potluck.transport.security.link import read_link
-from potluck.types.errors import DataError
+from potluck.types.errors import ConnectionLost, DataError
 from potluck.worker.agent import Agent, Introduction
 from potluck.worker.equip import equip
 from potluck.worker.link import Link
@@ -26,6 +26,7 @@ from potluck.worker.options import JoinOptions, Leaving
 from potluck.worker.runner import Runner
 
 Say = Callable[[str], None]
+renewal_check_s = 3600.0
 
 
 async def join(options: JoinOptions, *, on_line: Say, on_start: Callable[[Leaving], None] = lambda _: None) -> str:
@@ -66,7 +67,7 @@ class _Joining:
         async def connect() -> Connection:
             nonlocal identity
             identity = await self._renewed(identity)
-            return _connection(identity)
+            return GrpcConnection(identity.address, identity)
 
         async def equipped(spec: RunSpec, link: Link) -> Runner:
             return await equip(
@@ -79,8 +80,21 @@ class _Joining:
             Introduction(id=identity.worker_id, profile=profile, strategies=strategies), connect=connect,
             equip=equipped, clock=self.clock, executor=self.files, told=self.say,
         )  # fmt: skip
+        async def renew_in_time() -> None:
+            nonlocal identity
+            while True:
+                await self.clock.sleep(renewal_check_s)
+                before, identity = identity, await self._renewed(identity)
+                if identity is not before:
+                    agent.reconnect()  # with the new certificate
+
         on_start(agent)
-        await agent.work()
+        renewing = asyncio.create_task(renew_in_time())
+        try:
+            await agent.work()
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
         return agent.ended or "left"
 
     async def _renewed(self, identity: Identity) -> Identity:
@@ -88,21 +102,16 @@ class _Joining:
         if not identity.needs_renewal(self.clock.time()):
             return identity
         renewal = await self.files.run(renewal_request, identity)
-        connection = _connection(identity)
+        connection = GrpcConnection(identity.address, identity)
         try:
             reply = await connection.call("Renew", renewal.request)
+        except ConnectionLost:
+            return identity  # there is a third of its life left to try again
         finally:
             await connection.close()
         renewed = await self.files.run(apply_renewal, identity, renewal, reply)
         await self.files.run(renewed.save, self._folder)
         return renewed
-
-
-def _connection(identity: Identity) -> GrpcConnection:
-    tls = TlsIdentity(
-        key_pem=identity.key_pem, certificate_pem=identity.certificate_pem, authority_pem=identity.authority_pem
-    )
-    return GrpcConnection(identity.address, tls)
 
 
 def _allowed(files: tuple[Path, ...]) -> tuple[tuple[str, str], ...]:

@@ -1,0 +1,125 @@
+"""Membership and loss are pure decisions with reasons."""
+
+import asyncio
+
+import pytest
+
+from potluck.fleet.config import FleetConfig
+from potluck.fleet.leases import OpenLease, loss, wire_attempt
+from potluck.fleet.roster import Member, Roster, absence, decide
+from potluck.protocol import pb
+from potluck.types.ids import WorkerId
+from potluck.types.profile import DeviceProfile
+
+config = FleetConfig(heartbeat_s=2.0, reconnect_s=6.0, no_progress_s=100.0, quarantine_after=2)
+
+
+def member(name: str = "w1", **changes: object) -> Member:
+    made = Member(id=WorkerId(name), profile=DeviceProfile(device="cpu"), connected=True, last_seen=100.0)
+    for key, value in changes.items():
+        setattr(made, key, value)
+    return made
+
+
+def open_lease(**changes: object) -> OpenLease:
+    message = pb.Lease(key="inner/w1", task="diloco.inner", kind="pinned", num_sequences=10)
+    made = OpenLease(
+        message=message,
+        worker=WorkerId("w1"),
+        attempt=0,
+        issue=0,
+        expects=None,
+        issued_at=100.0,
+        progress_at=100.0,
+        outcome=asyncio.new_event_loop().create_future(),
+    )
+    for key, value in changes.items():
+        setattr(made, key, value)
+    made.outcome.get_loop().close()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "now", "reason"),
+    [
+        ({}, 106.0, ""),
+        ({}, 106.1, "w1 has not been heard for 6 s"),
+        ({"connected": False, "away_since": 100.0}, 105.9, ""),
+        ({"connected": False, "away_since": 100.0}, 106.0, "w1 has been away for 6 s"),
+        ({"leaving": True}, 100.0, "w1 left"),
+    ],
+)
+def test_absence(changes: dict[str, object], now: float, reason: str) -> None:
+    assert absence(member(**changes), now, config) == reason
+
+
+def test_those_who_are_not_here_get_no_work_and_the_reason_is_said() -> None:
+    members = [
+        member("c"),
+        member("a"),
+        member("b", connected=False, away_since=99.0),
+        member("d", quarantined="3 refused results"),
+        member("e", last_seen=50.0),
+    ]
+    here, reason = decide(members, 100.0, config)
+    assert [w.id for w in here] == ["a", "c"]
+    assert reason == "b is away; d is quarantined: 3 refused results; e has not been heard for 50 s"
+
+
+def test_refused_results_in_a_row_lead_to_quarantine() -> None:
+    async def main() -> None:
+        roster = Roster(config)
+        someone = roster.arrive(WorkerId("w1"), DeviceProfile(device="cpu"), 0.0)
+        roster.connect(someone, 0.0)
+        roster.strike(someone, "it is not finite")
+        assert [w.id for w in roster.here(0.0)] == ["w1"]
+        roster.strike(someone, "it is not finite")
+        assert roster.here(0.0) == ()
+        assert someone.quarantined == "2 refused results in a row, the last: it is not finite"
+
+    asyncio.run(main())
+
+
+def test_an_old_stream_that_ends_does_not_end_the_new_one() -> None:
+    async def main() -> None:
+        roster = Roster(config)
+        someone = roster.arrive(WorkerId("w1"), DeviceProfile(device="cpu"), 0.0)
+        first = roster.connect(someone, 0.0)
+        second = roster.connect(someone, 1.0)
+        roster.disconnect(someone, first, 2.0)
+        assert someone.connected
+        roster.disconnect(someone, second, 2.0)
+        assert not someone.connected
+
+    asyncio.run(main())
+
+
+def test_a_lease_is_kept_while_its_worker_makes_progress() -> None:
+    busy = member(last_seen=300.0)
+    assert loss(open_lease(progress_at=250.0), busy, 300.0, config) == ""
+    assert "has made no progress for 101 s" in loss(open_lease(progress_at=199.0), busy, 300.0, config)
+
+
+def test_a_lease_has_a_deadline_by_its_worker_s_past() -> None:
+    steady = member(last_seen=300.0, seconds_per_unit={"diloco.inner": [1.0, 1.0, 1.0]})
+    on_time = open_lease(started_at=286.0, progress_at=299.0)
+    late = open_lease(started_at=284.0, progress_at=299.0)
+    assert loss(on_time, steady, 300.0, config) == ""  # 14 s of 10 + 5
+    assert "its past allows 15 s" in loss(late, steady, 300.0, config)
+    assert loss(late, steady, 300.0, config.model_copy(update={"deadlines": False})) == ""
+
+
+def test_a_result_that_is_being_checked_is_not_given_up() -> None:
+    gone = member(connected=False, away_since=0.0)
+    assert loss(open_lease(checking=True), gone, 300.0, config) == ""
+    assert loss(open_lease(), gone, 300.0, config) == "w1 has been away for 300 s"
+
+
+def test_after_a_restart_workers_have_time_to_find_the_coordinator() -> None:
+    assert loss(open_lease(), None, 125.0, config) == ""
+    assert loss(open_lease(), None, 131.0, config) == "w1 did not come back"
+
+
+def test_attempts_and_issues_never_collide_on_the_wire() -> None:
+    seen = {wire_attempt(a, i) for a in range(20) for i in range(50)}
+    assert len(seen) == 1000
