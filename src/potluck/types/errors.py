@@ -8,7 +8,8 @@
     ├── CoordinatorUnreachable       7   no coordinator answers at the address
     ├── Refused                      8   the other side said no, with its reason
     │   ├── NotAdmitted              8   token, certificate or role not accepted
-    │   └── VersionMismatch          9   another major protocol version
+    │   ├── VersionMismatch          9   another major protocol version
+    │   └── InvalidUpdate            8   tensors that are not finite, too large or not this model's
     ├── CorruptError                10   a file or transfer that does not match its digest
     ├── RunStopped                  11   a run ended early, with the reason
     └── ModelError                  12   a model that cannot be built, loaded or held
@@ -56,6 +57,10 @@ class NotAdmitted(Refused):
 
 class VersionMismatch(Refused):
     exit_code = 9
+
+
+class InvalidUpdate(Refused):
+    exit_code = 8
 
 
 class CorruptError(PotluckError):

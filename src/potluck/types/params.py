@@ -8,9 +8,11 @@ name the same fragments, and holding one costs no memory.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 type_bytes = 4  # the flat model is fp32
 
@@ -55,6 +57,16 @@ class Layout:
 
     def __iter__(self) -> Iterator[TensorSpec]:
         return iter(self.tensors)
+
+    def overlapping(self, start: int, stop: int) -> Iterator[tuple[TensorSpec, int, int]]:
+        """The tensors with elements in [start, stop), each with where the common part starts and stops."""
+        first = max(0, bisect_right(self.tensors, start, key=lambda t: t.offset) - 1)
+        for tensor in islice(self.tensors, first, None):
+            if tensor.offset >= stop:
+                return
+            low, high = max(start, tensor.offset), min(stop, tensor.stop)
+            if low < high:
+                yield tensor, low, high
 
     def to_json(self) -> list[list[object]]:
         return [[t.name, list(t.shape)] for t in self.tensors]

@@ -1,0 +1,152 @@
+"""Files that are whole or not there, locked folders, and a full disk as a sentence."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from potluck.types.disk import free_bytes, full_disk_named, require_free
+from potluck.types.errors import PotluckError
+
+__all__ = [
+    "FolderLock",
+    "free_bytes",
+    "fsync_folder",
+    "full_disk_named",
+    "remove_files",
+    "remove_unfinished",
+    "require_free",
+    "unfinished_name",
+    "write_atomic",
+]
+
+_unfinished = ".tmp"
+
+
+def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object], *, durable: bool = False) -> None:
+    """Write `path` so that a reader finds the old content or the new, whole, whenever the process dies.
+
+    `content` is the bytes, or a function that writes them to the open file. `durable` adds the fsyncs that a power
+    cut asks for. ResourceError if the disk is full.
+    """
+    need_bytes = len(content) if isinstance(content, bytes) else 0
+    scratch = unfinished_name(path)
+    try:
+        with full_disk_named(path, need_bytes):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with scratch.open("wb") as file:
+                if isinstance(content, bytes):
+                    file.write(content)
+                else:
+                    content(file)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    if durable:
+        fsync_folder(path.parent)
+
+
+def unfinished_name(path: Path) -> Path:
+    """A name beside `path` to write under until the content is whole. Unique, so writers never meet."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{_unfinished}")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a writer that died left in `folder`. Only for a folder that nobody writes to now."""
+    remove_files(folder.glob(f"*{_unfinished}"))
+
+
+def remove_files(paths: Iterable[Path]) -> int:
+    """Remove files; bytes freed. One that is open elsewhere on Windows stays, for the next call to remove."""
+    freed = 0
+    for path in paths:
+        try:
+            size = path.stat().st_size
+            path.unlink()
+        except (FileNotFoundError, PermissionError):
+            continue
+        freed += size
+    return freed
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut, where the system has such a call: Windows has none."""
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some network file systems refuse it, and nothing else can be done there
+    finally:
+        os.close(descriptor)
+
+
+class FolderLock:
+    """Holds a folder for one user at a time, across processes; the system drops it when the process dies.
+
+    Taken when built; PotluckError naming the other process if it is held. The file `lock` stays: removing it would
+    let two processes hold two files of one name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO | None = None
+        file = (folder / "lock").open("a+b")
+        if not _lock(file):
+            file.seek(0)
+            holder = file.read(32).decode("ascii", "replace").strip()
+            file.close()
+            raise PotluckError(
+                f"{folder} is in use by process {holder or 'unknown'}; stop that one or choose another folder"
+            )
+        file.seek(0)
+        file.truncate()
+        file.write(f"{os.getpid()}\n".encode())
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        """Let the folder go. Idempotent."""
+        if self._file is not None:
+            self._file.truncate(0)
+            self._file.close()  # closing drops the lock
+            self._file = None
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    _locked_byte = 1 << 30  # far beyond the text, which others may then still read
+
+    def _lock(file: BinaryIO) -> bool:
+        file.seek(_locked_byte)
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+
+else:
+    import fcntl
+
+    def _lock(file: BinaryIO) -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike lockf, holds against this very process too
+        except BlockingIOError:
+            return False
+        return True

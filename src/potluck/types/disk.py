@@ -1,0 +1,44 @@
+"""What a full disk says: how much is free, and `OSError` as a sentence that names the path and the need."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from potluck.types.errors import ResourceError
+
+_full = frozenset({errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)})
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes on the disk that holds `path`, or would hold it if it does not exist yet."""
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def require_free(path: Path, need_bytes: int) -> None:
+    """ResourceError if the disk of `path` has less than `need_bytes` free."""
+    free = free_bytes(path)
+    if free < need_bytes:
+        raise ResourceError(_sentence(path, need_bytes, free))
+
+
+@contextmanager
+def full_disk_named(path: Path, need_bytes: int = 0) -> Generator[None, None, None]:
+    """Turns "no space left" (or a used-up quota) inside the block into a ResourceError; all else passes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _full:
+            raise
+        raise ResourceError(_sentence(path, need_bytes, free_bytes(path))) from error
+
+
+def _sentence(path: Path, need_bytes: int, free: int) -> str:
+    need = f"and {need_bytes:,} bytes are needed" if need_bytes else "and more is needed"
+    return f"the disk for {path} has {free:,} bytes free {need}; free some space or choose another folder"
