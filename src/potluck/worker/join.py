@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +30,7 @@ Say = Callable[[str], None]
 renewal_check_s = 3600.0
 
 
-async def join(options: JoinOptions, *, on_line: Say, on_start: Callable[[Leaving], None] = lambda _: None) -> str:
+async def work(options: JoinOptions, *, told: Say, on_start: Callable[[Leaving], None] = lambda _: None) -> str:
     """Work for a run until it ends or this machine leaves; why it ended. PotluckError with what is wrong."""
     for path in options.data:
         if not path.exists() and not any(c in str(path) for c in "*?["):
@@ -38,7 +39,7 @@ async def join(options: JoinOptions, *, on_line: Say, on_start: Callable[[Leavin
     lock = FolderLock(options.state_dir)
     files, compute = ThreadExecutor(2, "files"), ThreadExecutor(1, "compute")
     try:
-        return await _Joining(options, files, compute, on_line).work(on_start)
+        return await _Joining(options, files, compute, told).work(on_start)
     finally:
         files.close()
         compute.close()
@@ -46,7 +47,7 @@ async def join(options: JoinOptions, *, on_line: Say, on_start: Callable[[Leavin
 
 
 class _Joining:
-    """One call of `join`."""
+    """One call of `work`."""
 
     def __init__(self, options: JoinOptions, files: ThreadExecutor, compute: ThreadExecutor, say: Say) -> None:
         self.options, self.files, self.compute, self.say = options, files, compute, say
@@ -55,47 +56,65 @@ class _Joining:
 
     async def work(self, on_start: Callable[[Leaving], None]) -> str:
         options = self.options
-        device = await self.files.run(choose_device, options.device)
-        profile = await self.files.run(lambda: describe(device, options.num_threads or None))
-        strategies = await self.files.run(_allowed, options.allow_strategies)
-        identity = await obtain(
+        self._device = str(await self.files.run(choose_device, options.device))
+        self._profile = await self.files.run(lambda: describe(self._device, options.num_threads or None))
+        self._strategies = await self.files.run(_allowed, options.allow_strategies)
+        self._identity = await obtain(
             read_link(options.link), name=options.name or socket.gethostname(), folder=self._folder,
             executor=self.files, now=self.clock.time(),
         )  # fmt: skip
+        while True:
+            if (wait_s := seconds_until_open(options.hours, self.clock.time())) > 0:
+                self.say(f"outside the hours {options.hours}; waiting {wait_s / 3600:.1f} h")
+                await self.clock.sleep(wait_s)
+            agent = self._agent()
+            on_start(agent)
+            if await self._shift(agent):
+                return agent.ended or "left"
+
+    def _agent(self) -> Agent:
+        options = self.options
         agent: Agent
 
         async def connect() -> Connection:
-            nonlocal identity
-            identity = await self._renewed(identity)
-            return GrpcConnection(identity.address, identity)
+            self._identity = await self._renewed(self._identity)
+            return GrpcConnection(self._identity.address, self._identity)
 
         async def equipped(spec: RunSpec, link: Link) -> Runner:
             return await equip(
-                spec, link, folder=options.state_dir, device=str(device), clock=self.clock, compute=self.compute,
+                spec, link, folder=options.state_dir, device=self._device, clock=self.clock, compute=self.compute,
                 files=self.files, note=agent.note, data=options.data, num_threads=options.num_threads or None,
                 max_memory_bytes=options.max_memory_bytes,
             )  # fmt: skip
 
         agent = Agent(
-            Introduction(id=identity.worker_id, profile=profile, strategies=strategies), connect=connect,
-            equip=equipped, clock=self.clock, executor=self.files, told=self.say,
+            Introduction(id=self._identity.worker_id, profile=self._profile, strategies=self._strategies),
+            connect=connect, equip=equipped, clock=self.clock, executor=self.files, told=self.say,
         )  # fmt: skip
-        async def renew_in_time() -> None:
-            nonlocal identity
-            while True:
-                await self.clock.sleep(renewal_check_s)
-                before, identity = identity, await self._renewed(identity)
-                if identity is not before:
-                    agent.reconnect()  # with the new certificate
+        return agent
 
-        on_start(agent)
-        renewing = asyncio.create_task(renew_in_time())
+    async def _shift(self, agent: Agent) -> bool:
+        """Work until the end of the run or of the owner's hours; whether it is over for good."""
+        serving = asyncio.create_task(agent.work())
+        renewing = asyncio.create_task(self._renew_in_time(agent))
+        open_s = seconds_until_closed(self.options.hours, self.clock.time())
         try:
-            await agent.work()
+            done, _ = await asyncio.wait([serving], timeout=open_s)
+            if not done:
+                agent.leave()
+            await serving
+            return bool(done)
         finally:
-            renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
-        return agent.ended or "left"
+            for task in (serving, renewing):
+                task.cancel()
+            await asyncio.gather(serving, renewing, return_exceptions=True)
+
+    async def _renew_in_time(self, agent: Agent) -> None:
+        while True:
+            await self.clock.sleep(renewal_check_s)
+            before, self._identity = self._identity, await self._renewed(self._identity)
+            if self._identity is not before:
+                agent.reconnect()  # with the new certificate
 
     async def _renewed(self, identity: Identity) -> Identity:
         """The identity, with a new certificate where it is time for one."""
@@ -119,3 +138,27 @@ def _allowed(files: tuple[Path, ...]) -> tuple[tuple[str, str], ...]:
     for path in files:
         load_file(path)
     return tuple((path.name, digest_file(path)) for path in files)
+
+
+def seconds_until_open(hours: tuple[int, int] | None, now: float) -> float:
+    """How long until the owner's hours begin; 0 within them. `hours` is (from, to) of the local day."""
+    if hours is None or _is_open(hours, now):
+        return 0.0
+    return _seconds_to_hour(hours[0], now)
+
+
+def seconds_until_closed(hours: tuple[int, int] | None, now: float) -> float | None:
+    """How long until the owner's hours end; None if they never do."""
+    return None if hours is None or hours[0] % 24 == hours[1] % 24 else _seconds_to_hour(hours[1], now)
+
+
+def _is_open(hours: tuple[int, int], now: float) -> bool:
+    start, stop = hours[0] % 24, hours[1] % 24
+    hour = time.localtime(now).tm_hour
+    return start == stop or (start <= hour < stop if start < stop else hour >= start or hour < stop)
+
+
+def _seconds_to_hour(hour: int, now: float) -> float:
+    local = time.localtime(now)
+    passed_s = local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec
+    return float((hour * 3600 - passed_s) % 86400 or 86400)
