@@ -31,6 +31,7 @@ from potluck.transport.security.link import JoinLink, parse_address
 from potluck.types.ids import WorkerId
 
 farewell_s = 3.0
+usual_ports = (7443, 7444)
 join_line_uses = 1000
 join_line_hours = 24.0 * 30
 
@@ -71,7 +72,7 @@ class _Hosting:
         objects = await self.files.run(ObjectStore, folder / "objects")
         prepared = await self.files.run(
             lambda: prepare(
-                self.options.recipe, folder, objects, cache_dir=folder.parent / ".cache", tell=self._tell_soon()
+                self.options.recipe, folder, objects, cache_dir=folder.parent / ".cache", tell=self.tell_soon()
             )
         )
         run = await Coordinator.open(
@@ -91,7 +92,7 @@ class _Hosting:
             await self._writer.run(lambda: None)  # what is queued is written
             self._writer.close()
 
-    def _tell_soon(self) -> Callable[[str], None]:
+    def tell_soon(self) -> Callable[[str], None]:
         loop = asyncio.get_running_loop()
 
         def tell(text: str) -> None:
@@ -165,6 +166,7 @@ class _Network:
 
     def __init__(self, hosting: _Hosting, run: Coordinator) -> None:
         self._hosting, self._run = hosting, run
+        self._tell = hosting.tell_soon()
         self._server: GrpcServer | None = None
         self._enrol: EnrolServer | None = None
 
@@ -172,11 +174,13 @@ class _Network:
         """Open both ports and tell the join line."""
         options, clock, files = self._hosting.options, self._hosting.clock, self._hosting.files
         folder, run = options.run_dir, self._run
-        name, port = parse_address(options.address) if options.address else ("127.0.0.1", options.port)
-        host = "127.0.0.1" if options.num_local or not options.address else "[::]"
-        ports = (
-            await files.run(_known_ports, folder) if not port else (options.port or port, (options.port or port) + 1)
-        )
+        local = bool(options.num_local)
+        host = "127.0.0.1" if local else "[::]"
+        name, port = ("127.0.0.1", 0) if local else (await files.run(own_address), 0)
+        if options.address:
+            name, port = parse_address(options.address)
+        wanted = options.port or port
+        ports = (wanted, wanted + 1) if wanted else await files.run(_free_ports, folder, local)
         authority = await files.run(lambda: Authority.open(folder / "authority", now=clock.time()))
         members = await files.run(lambda: Members(Database(folder / "members.db", durable=True)))
         certificates = ServerCertificates(authority, clock)
@@ -195,21 +199,21 @@ class _Network:
             lambda: local_operator(authority, members, folder / "operator", serve_port=serve_port, now=clock.time())
         )
         token = await files.run(lambda: members.invite(now=clock.time(), uses=join_line_uses, hours=join_line_hours))
-        link = JoinLink(host=name, port=enrol_port if not options.address else port, token=token, pin=authority.pin)
+        link = JoinLink(host=name, port=port or enrol_port, token=token, pin=authority.pin)
         admin = Admin(run, members, clock, files, link=link, drop=server.drop)
         service.unary |= {"Renew": enroller.renew, "Admin": admin.handle}
-        if options.address:
-            self._warn_if_private(name)
+        if not local:
+            await files.run(self._warn_if_private, name)
         run.tell("listening", f"join with: potluck join {link.format()}", join_line=link.format())
 
     def _warn_if_private(self, name: str) -> None:
         try:
             address = ipaddress.ip_address(socket.gethostbyname(name))
         except (OSError, ValueError):
-            self._run.tell("note", f"{name} does not resolve on this machine; it must on those that join")
+            self._tell(f"{name} does not resolve on this machine; it must on those that join")
             return
         if address.is_loopback or address.is_private:
-            self._run.tell("note", f"{name} is {address}, a private address: only machines that can reach it can join")
+            self._tell(f"{name} is {address}, a private address: only machines that can reach it can join")
 
     async def close(self) -> None:
         """Let workers read that the run ended, then close the ports."""
@@ -223,14 +227,34 @@ class _Network:
             await self._server.stop()
 
 
-def _known_ports(folder: Path) -> tuple[int, int]:
-    """The ports of the process before, so that its workers find this one; (0, 0) where they are taken or unknown."""
+def _free_ports(folder: Path, local: bool) -> tuple[int, int]:
+    """The ports of the process before, so that its workers find this one; else the usual ones; else any."""
     try:
         enrol, serve = json.loads((folder / "ports.json").read_bytes())
-        for port in (enrol, serve):
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("127.0.0.1", port))
-        return int(enrol), int(serve)
-    except (OSError, ValueError, TypeError, OverflowError):
-        return 0, 0
+        known = [(int(enrol), int(serve))]
+    except (OSError, ValueError, TypeError):
+        known = [] if local else [usual_ports]
+    for pair in known:
+        if all(map(_is_free, pair)):
+            return pair
+    return 0, 0
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError):
+            return False
+        return True
+
+
+def own_address() -> str:
+    """The address of this machine that its route to the outside has; nothing is sent. Its name where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a documentation address: choosing a route sends no packet
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()

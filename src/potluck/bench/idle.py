@@ -1,0 +1,172 @@
+"""What waiting costs: a worker that waits for a run to begin, and a coordinator with 50 of them.
+
+The coordinator and one full worker are real processes; the others are protocol clients (the worker's connection, its
+Welcome, its heartbeats, without a model), many in one process, so that a small machine can hold them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from potluck.clock import ThreadExecutor
+from potluck.protocol import pb, version
+from potluck.strategies.run import RunSpec
+from potluck.transport.grpc.client import GrpcConnection
+from potluck.transport.security.enrol import obtain
+from potluck.transport.security.link import JoinLink
+from potluck.types.errors import ConnectionLost
+from potluck.types.profile import DeviceProfile
+
+num_clients = 50
+settle_s = 10.0
+measure_s = 30.0
+patience_s = 120.0
+
+
+def bench_idle(told: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Shares of one core, over 30 s; memory in MB."""
+    with tempfile.TemporaryDirectory(prefix="potluck-bench-") as name:
+        folder = Path(name)
+        # The run never begins: it waits for more workers than there are.
+        with _running(
+            "host", "stdlib-gpt", "--set", "fleet.min_workers=100000", "--dir", str(folder / "run"), folder=folder
+        ) as coordinator:
+            line = _join_line(folder / "run" / "metrics.jsonl", coordinator)
+            told("coordinator is listening")
+            alone = _measure(coordinator)
+            with (
+                _running("join", line, "--state", str(folder / "worker"), folder=folder) as worker,
+                _clients(line, folder) as clients,
+            ):
+                _wait_joined(folder / "run" / "metrics.jsonl", num_clients + 1)
+                told(f"{num_clients} clients and one worker have joined")
+                time.sleep(settle_s)
+                shares = _measure(coordinator, worker, clients)
+                memory = psutil.Process(coordinator.pid).memory_info().rss / 1e6
+    return {
+        "connected_workers": num_clients + 1,
+        "coordinator_alone_core_percent": alone[0],
+        "coordinator_core_percent": shares[0],
+        "worker_core_percent": shares[1],
+        "client_core_percent_each": shares[2] / num_clients,
+        "coordinator_memory_mb": memory,
+        "measured_s": measure_s,
+    }
+
+
+@contextmanager
+def _running(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with (folder / f"{arguments[0]}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "potluck", *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _clients(line: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with (folder / "clients.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "potluck.bench.idle", line, str(num_clients), str(folder / "clients")],
+            stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _join_line(path: Path, coordinator: subprocess.Popen[bytes]) -> str:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        assert coordinator.poll() is None, "the coordinator ended; its log is beside the run"
+        for event in _events(path):
+            if event["kind"] == "listening":
+                return str(event["join_line"])
+        time.sleep(0.5)
+    raise TimeoutError("the coordinator does not listen")
+
+
+def _wait_joined(path: Path, num_workers: int) -> None:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        if len({e["worker"] for e in _events(path) if e["kind"] == "joined"}) >= num_workers:
+            return
+        time.sleep(0.5)
+    raise TimeoutError("not all workers joined")
+
+
+def _measure(*processes: subprocess.Popen[bytes]) -> list[float]:
+    """Percent of one core that each uses over `measure_s`."""
+    watched = [psutil.Process(p.pid) for p in processes]
+    before = [_cpu_s(p) for p in watched]
+    begun = time.monotonic()
+    time.sleep(measure_s)
+    passed = time.monotonic() - begun
+    return [100.0 * (_cpu_s(p) - b) / passed for p, b in zip(watched, before, strict=True)]
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+async def _idle_clients(line: str, count: int, folder: Path) -> None:
+    executor = ThreadExecutor(2, "clients")
+    link = JoinLink.parse(line)
+    await asyncio.gather(*(_idle_client(link, f"client-{i}", folder / str(i), executor) for i in range(count)))
+
+
+async def _idle_client(link: JoinLink, name: str, folder: Path, executor: ThreadExecutor) -> None:
+    folder.mkdir(parents=True)
+    identity = await obtain(link, name=name, folder=folder, executor=executor, now=time.time())
+    connection = GrpcConnection(identity.address, identity)
+    request = pb.WelcomeRequest(version=version(), profile_json=json.dumps(DeviceProfile(device="cpu").to_json()))
+    reply = pb.WelcomeReply.FromString(await connection.call("Welcome", request.SerializeToString()))
+    heartbeat_s = RunSpec.model_validate_json(reply.run_json).heartbeat_s
+    control = await connection.open("Control")
+
+    async def read() -> None:
+        while await control.receive() is not None:
+            pass
+
+    reading = asyncio.create_task(read())
+    sequence = 0
+    try:
+        while not reading.done():
+            sequence += 1
+            await control.send(pb.Report(sequence=sequence).SerializeToString())
+            await asyncio.sleep(heartbeat_s)
+    except ConnectionLost:
+        return
+
+
+if __name__ == "__main__":
+    asyncio.run(_idle_clients(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))
