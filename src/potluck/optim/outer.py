@@ -1,15 +1,13 @@
-"""Outer optimizers: operations on slices of the flat model, for `ParamStore.apply`.
+"""Operations on slices of flat vectors, for `Fleet.apply`: the outer optimizers, equal to those of PyTorch.
 
-Each takes fp32 slices [n] that begin at element `offset` of the model and returns new slices; none keeps or changes
-what it is given.
-
-    nesterov   m <- mu m + g;  theta <- theta - lr (g + mu m)       torch.optim.SGD(nesterov=True, dampening=0)
-    sgd        theta <- theta - lr g
-    adamw      torch.optim.AdamW, decay on tensors with two or more dimensions only
-    axpy       theta <- theta + scale x
+Each takes slices, fp32 [n], that start at element `offset` of the flat model, and returns new ones. None needs anything
+outside its slice, so the result does not depend on how the vector is cut.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,28 +16,48 @@ from potluck.types.params import Layout
 
 
 def nesterov(
-    theta: Tensor, momentum: Tensor, delta: Tensor, *, lr: float, momentum_coefficient: float, layout: Layout, offset: int
+    theta: Tensor,
+    momentum: Tensor,
+    delta: Tensor,
+    *,
+    lr: float,
+    momentum_coefficient: float,
+    layout: Layout,
+    offset: int,
 ) -> tuple[Tensor, Tensor]:
-    """New parameters and momentum. Momentum starts at zeros, where torch's first step sets it to the gradient."""
-    moved = momentum.mul(momentum_coefficient).add_(delta)
-    step = delta.add(moved, alpha=momentum_coefficient)
-    return theta.sub(step, alpha=lr), moved
+    """m <- mu m + delta; theta <- theta - lr (delta + mu m): `torch.optim.SGD(nesterov=True)` with gradient delta.
+
+    PyTorch's first step sets m = delta; here m starts at zeros, which is the same.
+    """
+    momentum = momentum.mul(momentum_coefficient).add_(delta)
+    return theta.add(delta.add(momentum, alpha=momentum_coefficient), alpha=-lr), momentum
 
 
-def sgd(theta: Tensor, gradient: Tensor, *, lr: float, scale: float, layout: Layout, offset: int) -> tuple[Tensor]:
-    """One plain step with the gradient `scale * gradient`."""
-    return (theta.sub(gradient, alpha=lr * scale),)
+def sgd(
+    theta: Tensor,
+    gradient: Tensor,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    scale: float = 1.0,
+    layout: Layout,
+    offset: int,
+) -> tuple[Tensor]:
+    """theta <- theta (1 - lr decay) - lr scale gradient, with decay on tensors of two or more dimensions only."""
+    theta = theta.clone()
+    _decay(theta, 1 - lr * weight_decay, layout, offset)
+    return (theta.add_(gradient, alpha=-lr * scale),)
 
 
-def axpy(theta: Tensor, x: Tensor, *, scale: float, layout: Layout, offset: int) -> tuple[Tensor]:
-    """theta + scale x."""
-    return (theta.add(x, alpha=scale),)
+def axpy(x: Tensor, y: Tensor, *, a: float, layout: Layout, offset: int) -> tuple[Tensor]:
+    """a x + y."""
+    return (y.add(x, alpha=a),)
 
 
 def adamw(
     theta: Tensor,
-    first: Tensor,
-    second: Tensor,
+    first_moment: Tensor,
+    second_moment: Tensor,
     gradient: Tensor,
     *,
     lr: float,
@@ -48,24 +66,40 @@ def adamw(
     eps: float,
     weight_decay: float,
     step: int,
-    scale: float,
+    scale: float = 1.0,
     layout: Layout,
     offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """New parameters and moments after step number `step` (from 1) with the gradient `scale * gradient`."""
-    g = gradient.mul(scale)
-    decayed = theta.sub(theta * decay_mask(layout, offset, theta.numel()), alpha=lr * weight_decay)
-    m = first.lerp(g, 1.0 - beta1)
-    v = second.mul(beta2).addcmul_(g, g, value=1.0 - beta2)
-    correction1, correction2 = 1.0 - beta1**step, 1.0 - beta2**step
-    denominator = v.sqrt().div_(correction2**0.5).add_(eps)
-    return decayed.addcdiv_(m, denominator, value=-lr / correction1), m, v
+    """One step of `torch.optim.AdamW` with the gradient `scale * gradient`; `step` counts from 1.
+
+    Decoupled decay, on tensors of two or more dimensions only. Loshchilov and Hutter 2017, arXiv:1711.05101.
+    """
+    gradient = gradient.mul(scale)
+    theta = theta.clone()
+    _decay(theta, 1 - lr * weight_decay, layout, offset)
+    first_moment = first_moment.lerp(gradient, 1 - beta1)
+    second_moment = second_moment.mul(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    step_size = lr / (1 - beta1**step)
+    denominator = (second_moment.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
+    return theta.addcdiv_(first_moment, denominator, value=-step_size), first_moment, second_moment
 
 
 def decay_mask(layout: Layout, offset: int, numel: int) -> Tensor:
-    """fp32 [numel]: 1 where an element of the model from `offset` on belongs to a tensor with two or more dimensions."""
-    mask = torch.zeros(numel)
-    for spec in layout:
-        if len(spec.shape) >= 2 and spec.offset < offset + numel and spec.stop > offset:
-            mask[max(spec.offset - offset, 0) : spec.stop - offset] = 1.0
+    """Which elements of the slice weight decay applies to, bool [numel]."""
+    mask = torch.zeros(numel, dtype=torch.bool)
+    for low, high in _decayed(layout, offset, numel):
+        mask[low:high] = True
     return mask
+
+
+def _decay(theta: Tensor, factor: float, layout: Layout, offset: int) -> None:
+    if factor != 1:
+        for low, high in _decayed(layout, offset, theta.numel()):
+            theta[low:high].mul_(factor)
+
+
+def _decayed(layout: Layout, offset: int, numel: int) -> Iterator[tuple[int, int]]:
+    """Where the slice holds elements of tensors of two or more dimensions, counted from its start."""
+    for tensor, low, high in layout.overlapping(offset, offset + numel):
+        if len(tensor.shape) >= 2:
+            yield low - offset, high - offset

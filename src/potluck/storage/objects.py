@@ -1,0 +1,257 @@
+"""Objects: files named by the digest of their bytes. Model versions, updates, data shards, tokenizers.
+
+    ROOT/sha256-HEX                 a whole object
+    ROOT/partial/sha256-HEX         the first bytes of one that is on its way
+
+An upload goes on where it stopped, also after a restart: a partial file only ever grows at its end. Its digest is
+checked when it is complete, and only then does it get the object's name. All methods block and may be called from any
+thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+from potluck.storage.digest import Hasher, digest_bytes, digest_file, file_name, from_file_name
+from potluck.storage.files import (
+    fsync_folder,
+    full_disk_named,
+    remove_files,
+    remove_unfinished,
+    require_free,
+    unfinished_name,
+    write_atomic,
+)
+from potluck.types.errors import CorruptError, ResourceError
+from potluck.types.ids import Digest
+
+
+class ObjectStore:
+    """Objects in one folder. `quota_bytes` bounds them and what partial ones will grow to; 0 for no bound.
+
+    `durable` makes a stored object survive a power cut. One process at a time uses a folder.
+    """
+
+    def __init__(self, root: Path, *, quota_bytes: int = 0, durable: bool = False) -> None:
+        self.root = root
+        self.quota_bytes = quota_bytes
+        self.durable = durable
+        self._partial_folder = root / "partial"
+        self._partial_folder.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.RLock()
+        self._partials: dict[Digest, PartialObject] = {}
+        remove_unfinished(root)
+
+    # Whole objects
+
+    def path(self, digest: Digest) -> Path:
+        """Where the object is, or would be. Refused if it is not a digest."""
+        return self.root / file_name(digest)
+
+    def has(self, digest: Digest) -> bool:
+        return self.path(digest).is_file()
+
+    def size(self, digest: Digest) -> int:
+        """Bytes of an object. CorruptError if it is not here."""
+        try:
+            return self.path(digest).stat().st_size
+        except FileNotFoundError as error:
+            raise CorruptError(f"the object {digest} is not in {self.root}") from error
+
+    def digests(self) -> set[Digest]:
+        return {digest for path in self.root.iterdir() if (digest := from_file_name(path.name))}
+
+    def used_bytes(self) -> int:
+        """Bytes of all objects, partial ones counted whole."""
+        with self._lock:
+            whole = sum(_size(self.path(digest)) for digest in self.digests())
+            growing = {file_name(digest): partial.size for digest, partial in self._partials.items()}
+            resting = (p for p in self._partial_folder.iterdir() if p.name not in growing)
+            return whole + sum(growing.values()) + sum(map(_size, resting))
+
+    def put(self, data: bytes) -> Digest:
+        """Store bytes. ResourceError beyond the quota or on a full disk."""
+        digest = digest_bytes(data)
+        with self._lock:
+            if not self.has(digest):
+                self._require_room(len(data))
+                write_atomic(self.path(digest), data, durable=self.durable)
+        return digest
+
+    def adopt(self, path: Path) -> Digest:
+        """Move a file in, named by its digest. It must not be written to any more."""
+        digest = digest_file(path)
+        with self._lock:
+            if self.has(digest):
+                path.unlink()
+                return digest
+            self._require_room(path.stat().st_size)
+            if self.durable:
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())
+            self._move_in(path, digest)
+        return digest
+
+    def verify(self, digest: Digest) -> None:
+        """Read an object again. CorruptError if its bytes changed; it is removed then."""
+        found = digest_file(self.path(digest))
+        if found != digest:
+            self.remove(digest)
+            raise CorruptError(f"the object {digest} had become {found} on the disk and was removed; fetch it again")
+
+    def remove(self, digest: Digest) -> None:
+        """Remove an object and what is here of it. Nothing happens if there is none."""
+        with self._lock:
+            self._drop_partial(digest)
+            remove_files([self.path(digest)])
+
+    def collect(self, keep: set[Digest], *, partial_age_s: float = 3600.0) -> int:
+        """Remove every object that is not in `keep`, and partial ones that nobody added to for so long; bytes freed.
+
+        Their age is that of the file: the one time here that is the system's.
+        """
+        with self._lock:
+            freed = remove_files([self.path(digest) for digest in self.digests() - keep])
+            oldest = time.time() - partial_age_s
+            for path in list(self._partial_folder.iterdir()):
+                digest = from_file_name(path.name)
+                if digest in keep or path.stat().st_mtime > oldest:
+                    continue
+                if digest is not None:
+                    self._drop_partial(digest)
+                freed += remove_files([path])
+        return freed
+
+    # Objects on their way
+
+    def begin(self, digest: Digest, size: int) -> PartialObject:
+        """Begin or go on to receive an object of `size` bytes; `offset` of the result says from where.
+
+        Two who send the same object share one partial: both may write, and each piece counts once.
+        ResourceError beyond the quota or on a full disk.
+        """
+        with self._lock:
+            partial = self._partials.get(digest)
+            if partial is not None and partial.size == size:
+                return partial
+            path = self._partial_folder / file_name(digest)
+            if self.has(digest):
+                return PartialObject(self, digest, self.size(digest), path)
+            self._drop_partial(digest, keep_file=partial is None and _size(path) <= size)
+            self._require_room(size - _size(path))
+            require_free(path, size - _size(path))
+            path.touch()
+            self._partials[digest] = PartialObject(self, digest, size, path)
+            return self._partials[digest]
+
+    def _finished(self, partial: PartialObject, found: Digest) -> None:
+        """Give a complete partial its name, or drop it if its digest is another."""
+        with self._lock:
+            if self._partials.get(partial.digest) is not partial:
+                return  # another sender was faster
+            if found != partial.digest:
+                self._drop_partial(partial.digest)
+                raise CorruptError(
+                    f"the object {partial.digest} arrived as {found} and was dropped; it has to be sent again"
+                )
+            if self.durable:
+                with partial.path.open("rb+") as file:
+                    os.fsync(file.fileno())
+            del self._partials[partial.digest]
+            self._move_in(partial.path, partial.digest)
+
+    def _drop_partial(self, digest: Digest, *, keep_file: bool = False) -> None:
+        partial = self._partials.pop(digest, None)
+        if partial is not None:
+            partial.dropped = True
+        if not keep_file:
+            remove_files([self._partial_folder / file_name(digest)])
+
+    def _move_in(self, path: Path, digest: Digest) -> None:
+        target = self.path(digest)
+        try:
+            path.replace(target)
+        except OSError:  # another disk: copy beside the target first, so that the name is only ever a whole file's
+            scratch = unfinished_name(target)
+            with full_disk_named(target):
+                shutil.copyfile(path, scratch)
+            scratch.replace(target)
+            path.unlink()
+        if self.durable:
+            fsync_folder(self.root)
+
+    def _require_room(self, more_bytes: int) -> None:
+        if not self.quota_bytes:
+            return
+        used = self.used_bytes()
+        if used + more_bytes > self.quota_bytes:
+            raise ResourceError(
+                f"{self.root} holds {used:,} bytes of objects, {more_bytes:,} more are needed and "
+                f"{self.quota_bytes:,} are allowed; raise its quota or wait until older objects are removed"
+            )
+
+
+class PartialObject:
+    """The first `offset` bytes of an object of `size`. Needs no closing; several may write to it."""
+
+    def __init__(self, store: ObjectStore, digest: Digest, size: int, path: Path) -> None:
+        self.digest, self.size, self.path = digest, size, path
+        self.dropped = False
+        self._store = store
+        self._lock = threading.Lock()
+        self._offset = size if store.has(digest) else _size(path)
+        # Hashed as it comes in, from the start only: what an earlier process received is read again at the end.
+        self._hasher = None if self._offset else Hasher()
+
+    @property
+    def offset(self) -> int:
+        """Bytes that are here: they survive the death of the process."""
+        return self._offset
+
+    def write(self, offset: int, data: bytes | memoryview) -> int:
+        """Add bytes that belong at `offset`; the new `offset`. What is here already is skipped.
+
+        CorruptError if there is a gap, or more than `size`; ResourceError on a full disk.
+        """
+        with self._lock:
+            if not 0 <= offset <= self._offset or offset + len(data) > self.size:
+                raise CorruptError(
+                    f"bytes {offset} to {offset + len(data)} of {self.digest} do not continue the {self._offset} of "
+                    f"{self.size} that are here"
+                )
+            fresh = memoryview(data)[self._offset - offset :]
+            if len(fresh):
+                self._append(fresh)
+            return self._offset
+
+    def _append(self, data: memoryview) -> None:
+        try:
+            with full_disk_named(self.path, self.size - self._offset), self.path.open("rb+") as file:
+                file.seek(self._offset)
+                file.write(data)
+                file.truncate()  # a write that a full disk cut off may have left more
+        except FileNotFoundError as error:
+            raise CorruptError(f"what had arrived of {self.digest} was dropped; send it from the start") from error
+        if self._hasher:
+            self._hasher.update(data)
+        self._offset += len(data)
+
+    def finish(self) -> None:
+        """Check the digest and make it an object. CorruptError if bytes are missing or wrong (then all are dropped)."""
+        with self._lock:
+            if self._offset < self.size:
+                raise CorruptError(f"{self.size - self._offset} of {self.size} bytes of {self.digest} are missing")
+            if self._store.has(self.digest):
+                return
+            if self.dropped:
+                raise CorruptError(f"what had arrived of {self.digest} was dropped; send it from the start")
+            found = self._hasher.digest() if self._hasher else digest_file(self.path)
+            self._store._finished(self, found)  # pyright: ignore[reportPrivateUsage]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
