@@ -18,7 +18,7 @@ import torch
 
 from potluck.codecs.bundle import Bundle
 from potluck.storage.params import ParamStore
-from potluck.types.errors import InvalidUpdate
+from potluck.types.errors import InvalidUpdate, RoundFailed
 from potluck.types.params import Layout, Params
 
 max_open_updates = 64  # mapped at once; more are mapped anew for each chunk
@@ -34,7 +34,10 @@ def combine(
     mean: bool,
     chunk_numel: int = 1 << 22,
 ) -> Params:
-    """Sum up the flat vector `name` of each `(bundle file, weight)`. InvalidUpdate if a weight is not positive."""
+    """Sum up the flat vector `name` of each `(bundle file, weight)`. InvalidUpdate if a weight is not positive.
+
+    RoundFailed if the result is not finite.
+    """
     weights = _weights(updates, mean=mean)
     bundles: list[Bundle] = []
     try:
@@ -47,6 +50,8 @@ def combine(
                     bundle.accumulate(name, layout, total, start, weight)
                     if number >= max_open_updates:
                         bundle.close()
+                if not bool(total.isfinite().all()):
+                    raise RoundFailed(f"the sum of {len(updates)} finite updates of {name} overflows fp32")
                 writer.write(total)
     finally:
         for bundle in bundles:

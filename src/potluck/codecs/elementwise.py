@@ -43,9 +43,10 @@ class Elementwise(ABC):
         for low, high in spans(len(into)):
             part = scratch[: high - low]
             self.decode(buffers, shape, start + low, part)
-            if factor != 1:
-                np.multiply(part, factor, out=part)
-            np.add(into[low:high], part, out=into[low:high])
+            with np.errstate(over="ignore", invalid="ignore"):  # a sum that overflows is found where it is used
+                if factor != 1:
+                    np.multiply(part, factor, out=part)
+                np.add(into[low:high], part, out=into[low:high])
 
     def estimate_bytes(self, numel: int) -> int:
         """Bytes for `numel` elements, without headers and padding."""
