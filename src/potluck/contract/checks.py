@@ -65,11 +65,12 @@ async def play(
     folder: Path,
     *,
     num_workers: int,
+    min_workers: int | None = None,
     disturb: Callable[[World], Awaitable[None]] | None = None,
     costs: Callable[[int], Callable[[pb.Lease], float]] = lambda _: cost_s,
 ) -> Outcome:
     """A whole run: start, let `disturb` do its worst, wait for the end."""
-    problem.fleet = problem.fleet.model_copy(update={"min_workers": num_workers if disturb is None else 1})
+    problem.fleet = problem.fleet.model_copy(update={"min_workers": min_workers or num_workers})
     world = World(problem.plan(make()), problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor)
     for i in range(num_workers):
         world.add(f"w{i + 1}", link=Link(up_bytes_per_s=2e5, down_bytes_per_s=1e6, rtt_s=0.05), cost_s=costs(i))
@@ -121,7 +122,7 @@ def survives_losses(problem: Problem, make: MakeStrategy, *, num_workers: int = 
             await world.clock.sleep(1.0)
         await world.crash(f"w{num_workers}")
 
-    got = run(problem, make, num_workers=num_workers, disturb=disturb, costs=costs)
+    got = run(problem, make, num_workers=num_workers, min_workers=1, disturb=disturb, costs=costs)
     first, last = got.losses[0], got.losses[max(got.losses)]
     if got.state.round != problem.num_rounds:
         raise Broken(f"the run ended after {got.state.round} of {problem.num_rounds} rounds")
@@ -133,7 +134,7 @@ def resumes_exactly(
     problem: Problem, make: MakeStrategy, *, num_workers: int = 2, moments: Sequence[float] = (0.3, 0.55, 0.8)
 ) -> None:
     """Check 3. The coordinator dies at shares of the run's time, once with its workers and once without."""
-    undisturbed = run(problem, make, num_workers=num_workers, disturb=_nothing)
+    undisturbed = run(problem, make, num_workers=num_workers)
     took_s = undisturbed.trace[-1][0] - undisturbed.trace[0][0]
     for with_workers in (False, True):
 
@@ -159,10 +160,6 @@ def resumes_exactly(
             raise Broken(f"after restarts of the {who} the parameters differ by {difference:.2e}")
         if got.state.tokens != undisturbed.state.tokens:
             raise Broken(f"{got.state.tokens} tokens after restarts and {undisturbed.state.tokens} without")
-
-
-async def _nothing(world: World) -> None:
-    """With `disturb` given, runs start as soon as one worker is here; wait so that all are."""
 
 
 def same_trace(problem: Problem, make: MakeStrategy, *, num_workers: int = 3) -> None:

@@ -5,6 +5,7 @@ Knows neither sockets nor the command line: `coordinator.host` gives it a networ
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -96,6 +97,7 @@ class Coordinator:
         self.state: State | None = None
         self.losses: dict[int, float] = {}  # validation loss by round
         self.stop_reason = ""
+        self.recovered = asyncio.Event()
         self.traffic: Callable[[str], Traffic] = lambda _: Traffic()  # of this process, by worker; set by the host
         self.seen: Callable[[str], None] = lambda _: None  # blocks; notes in the member book that a worker was here
         self._given: dict[str, dict[str, Any]] = {}  # by worker: tokens, rounds, bytes of earlier processes
@@ -153,7 +155,11 @@ class Coordinator:
         self.losses = dict(await self.executor.run(self.ledger.metrics, "validation_loss"))
         self._given = {row["id"]: row for row in await self.executor.run(self.ledger.contributions)}
         await self.fleet.recover_floating()
+        unfinished = await self.executor.run(self.ledger.unfinished_attempt, state.round)
+        if unfinished is not None:
+            await self.fleet.recover_attempt(state.round, unfinished)
         self.state = state
+        self.recovered.set()  # from now on workers can be told what to do
         if state.round:
             self.tell("note", f"continuing after round {state.round}, {state.tokens:,} tokens", round=state.round)
         return state

@@ -44,6 +44,7 @@ class CoordinatorService:
         return await handler(peer, request)
 
     async def open(self, peer: Peer, method: str, channel: Channel) -> None:
+        await self.run.recovered.wait()
         member = self.run.roster.members.get(peer.id)
         if member is None:
             raise Refused(f"{peer.id} has not said Welcome yet; restart the worker")
@@ -63,6 +64,7 @@ class CoordinatorService:
 
     async def _welcome(self, peer: Peer, data: bytes) -> bytes:
         request = parse(pb.WelcomeRequest, data)
+        await self.run.recovered.wait()
         check_version(request.version, who=f"worker {peer.id}")
         if peer.role != "worker":
             raise Refused(f"{peer.id} has the role {peer.role} and only workers join a run")
@@ -137,6 +139,7 @@ class CoordinatorService:
             sequence=sequence,
             leases=[x.message for x in leases],
             adopted_version=run.fleet.versions.get(member.id, ""),
+            held_versions=run.fleet.held_versions(member.id),
             verdicts=list(member.verdicts.values()),
             phase=member.quarantined or run.fleet.phase,
             stopping=bool(run.stop_reason),

@@ -56,7 +56,7 @@ class Intake:
             if lease is None or lease.worker != member.id:
                 if id not in member.verdicts:
                     self._verdict(member, id, "dropped", "nobody waits for it any more")
-            elif not lease.checking:
+            elif lease.claimed and not lease.checking:
                 await self._take(member, lease, result)
         for id in [i for i in member.verdicts if i not in reported]:
             del member.verdicts[id]  # the worker has read it

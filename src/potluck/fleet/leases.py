@@ -54,6 +54,7 @@ class OpenLease:
     started_at: float = 0.0  # when it was first seen to be worked on, 0 for not yet
     progress_mark: tuple[str, int] = ("", -1)
     checking: bool = False  # its result is being validated
+    claimed: bool = True  # a verb waits for it; after a restart not until the round has been run again up to there
 
     @property
     def id(self) -> LeaseId:

@@ -112,13 +112,21 @@ class LiveFleet:
             if rows[-1].status == "open":
                 self._attach(rows[-1], attempt=0, expects=None)
 
+    async def recover_attempt(self, round: int, attempt: int) -> None:
+        """After a restart: what the open attempt handed out, so that workers go on with it until it is claimed."""
+        self._now = await self._executor.run(self._read_attempt, round, attempt, [])
+        for rows in self._now.leases.values():
+            for row in rows:
+                if row.status == "open" and row.key not in self._now.replies:
+                    self._attach(row, attempt=attempt, expects=None).claimed = False
+
     def _read_attempt(self, round: int, attempt: int, here: list[WorkerId]) -> _Attempt:
         found = _Attempt(round=round, attempt=attempt)
         found.replies = {row.key: row for row in self.ledger.replies(round, attempt)}
         for row in self.ledger.leases(round, attempt):
             found.leases.setdefault(row.key, []).append(row)
         found.decisions = self.ledger.decisions(round, attempt)
-        if "cohort" not in found.decisions:
+        if here and "cohort" not in found.decisions:
             found.decisions["cohort"] = here
             self.ledger.decide(round, attempt, "cohort", here)
         return found
@@ -126,6 +134,11 @@ class LiveFleet:
     def accepted(self) -> tuple[ReplyRow, ...]:
         """The replies that the verbs of this attempt returned, in the order of their keys."""
         return tuple(self._now.consumed[key] for key in sorted(self._now.consumed))
+
+    def held_versions(self, worker: WorkerId) -> list[str]:
+        """Pinned states that a worker must keep, since their round may still be committed."""
+        rows = [*self._now.replies.values(), *self.floating.replies.values()]
+        return [row.version for row in rows if row.worker == worker and row.version]
 
     def settle_data(self, *, committed: bool) -> Any:
         """Data of accepted replies counts as consumed, all other data of the attempt goes back to be dealt.
@@ -214,7 +227,7 @@ class LiveFleet:
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Who was here when the attempt began, as it was written down then."""
         members = self.roster.members
-        ids = [WorkerId(w) for w in self._now.decisions["cohort"]]
+        ids = [WorkerId(w) for w in self._now.decisions.get("cohort", ())]
         return tuple(
             members[w].info if w in members else WorkerInfo(id=w, profile=DeviceProfile(device="cpu")) for w in ids
         )
@@ -552,7 +565,9 @@ class LiveFleet:
             outcome=asyncio.get_running_loop().create_future(),
         )
         if lease.id in self.book.open:
-            return self.book.open[lease.id]
+            lease = self.book.open[lease.id]
+            lease.expects, lease.claimed = expects, True
+            return lease
         self.book.add(lease)
         self.notify(lease.worker)
         return lease

@@ -96,11 +96,17 @@ class Ledger:
 
     # Attempts
 
+    def unfinished_attempt(self, round: int) -> int | None:
+        """The attempt at a round that a process before this one left open."""
+        rows = self._db.query("SELECT attempt FROM attempts WHERE round = ? AND status = 'open'", (round,))
+        return int(rows[-1][0]) if rows else None
+
     def open_attempt(self, round: int, at: float) -> int:
         """The attempt to work on: the open one, or one after the last discarded."""
-        rows = self._db.query("SELECT attempt, status FROM attempts WHERE round = ? ORDER BY attempt", (round,))
-        if rows and rows[-1][1] == "open":
-            return int(rows[-1][0])
+        unfinished = self.unfinished_attempt(round)
+        if unfinished is not None:
+            return unfinished
+        rows = self._db.query("SELECT attempt FROM attempts WHERE round = ? ORDER BY attempt", (round,))
         attempt = int(rows[-1][0]) + 1 if rows else 0
         self._db.execute("INSERT INTO attempts VALUES (?, ?, 'open', '', ?)", (round, attempt, at))
         return attempt

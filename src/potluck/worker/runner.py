@@ -88,13 +88,13 @@ class Runner:
             await self._take_input(given)
         if gone or desired.adopted_version != self.adopted:
             self.adopted = desired.adopted_version
-            await self._files.run(self._tidy, desired.adopted_version)
+            await self._files.run(self._tidy, [desired.adopted_version, *desired.held_versions[:MAX_WANTED]])
         self._wake.set()
 
-    def _tidy(self, adopted: str) -> None:
+    def _tidy(self, versions: list[str]) -> None:
         pending = [lease.next_version for lease in self.wanted.values()]
         bases = [lease.base_version for lease in self.wanted.values()]
-        self.folder.keep_versions([adopted, *pending, *bases])
+        self.folder.keep_versions([*versions, *pending, *bases])
         self.folder.save_results(self.results)
         needed = {Digest(r.object) for r in self.results.values() if r.object}
         needed |= {Digest(d) for lease in self.wanted.values() for d in lease.objects}
