@@ -14,7 +14,7 @@ from potluck.coordinator.admin import Admin
 from potluck.coordinator.core import Coordinator, write_metrics
 from potluck.coordinator.events import Event, OnEvent
 from potluck.coordinator.loop import train
-from potluck.coordinator.options import Handle, HostOptions, RunResult, WorkerResult
+from potluck.coordinator.options import HostOptions, Listening, RunResult, WorkerResult
 from potluck.coordinator.prepare import Prepared, prepare
 from potluck.coordinator.service import CoordinatorService
 from potluck.models.export import save_model_dir
@@ -31,15 +31,14 @@ from potluck.transport.security.link import JoinLink, parse_address
 from potluck.types.ids import WorkerId
 
 farewell_s = 3.0
-usual_ports = (7443, 7444)
 join_line_uses = 1000
 join_line_hours = 24.0 * 30
 
 
 async def serve(
-    options: HostOptions, *, on_event: OnEvent, on_start: Callable[[Handle], None] = lambda _: None
+    options: HostOptions, *, on_event: OnEvent, on_listening: Callable[[Listening], None] = lambda _: None
 ) -> RunResult:
-    """Host a run to its end. `on_start` gets a handle as soon as the run can be looked at and stopped.
+    """Host a run to its end. `on_listening` is called as soon as the run can be joined, looked at and stopped.
 
     PotluckError with what is wrong; RunStopped when too many rounds in a row fail.
     """
@@ -47,7 +46,7 @@ async def serve(
     lock = FolderLock(options.run_dir)
     files = ThreadExecutor(1, "files")
     try:
-        return await _Hosting(options, files, on_event).run(on_start)
+        return await _Hosting(options, files, on_event).run(on_listening)
     finally:
         files.close()
         lock.release()
@@ -67,13 +66,12 @@ class _Hosting:
         self._on_event(event)
         asyncio.ensure_future(self._writer.run(write_metrics, self._metrics, event))  # noqa: RUF006
 
-    async def run(self, on_start: Callable[[Handle], None]) -> RunResult:
+    async def run(self, on_listening: Callable[[Listening], None]) -> RunResult:
         folder = self.options.run_dir
         objects = await self.files.run(ObjectStore, folder / "objects")
+        tell = self.tell_soon()
         prepared = await self.files.run(
-            lambda: prepare(
-                self.options.recipe, folder, objects, cache_dir=folder.parent / ".cache", tell=self.tell_soon()
-            )
+            lambda: prepare(self.options.recipe, folder, objects, cache_dir=self.options.cache_dir, tell=tell)
         )
         run = await Coordinator.open(
             prepared.plan, folder, deck=prepared.deck, objects=objects, clock=self.clock, executor=self.files,
@@ -81,8 +79,8 @@ class _Hosting:
         )  # fmt: skip
         network = _Network(self, run)
         try:
-            await network.open()
-            on_start(run)
+            join_line = await network.open()
+            on_listening(Listening(join_line=join_line, status=run.status, stop=run.stop))
             state = await self._train(run)
             return await self._result(run, prepared, state)
         finally:
@@ -170,17 +168,14 @@ class _Network:
         self._server: GrpcServer | None = None
         self._enrol: EnrolServer | None = None
 
-    async def open(self) -> None:
-        """Open both ports and tell the join line."""
+    async def open(self) -> str:
+        """Open both ports; the join line."""
         options, clock, files = self._hosting.options, self._hosting.clock, self._hosting.files
         folder, run = options.run_dir, self._run
-        local = bool(options.num_local)
-        host = "127.0.0.1" if local else "[::]"
-        name, port = ("127.0.0.1", 0) if local else (await files.run(own_address), 0)
-        if options.address:
-            name, port = parse_address(options.address)
+        name, port = parse_address(options.address) if options.address else ("127.0.0.1", 0)
+        host = "[::]" if options.address else "127.0.0.1"
         wanted = options.port or port
-        ports = (wanted, wanted + 1) if wanted else await files.run(_free_ports, folder, local)
+        ports = (wanted, wanted + 1) if wanted else await files.run(_known_ports, folder)
         authority = await files.run(lambda: Authority.open(folder / "authority", now=clock.time()))
         members = await files.run(lambda: Members(Database(folder / "members.db", durable=True)))
         certificates = ServerCertificates(authority, clock)
@@ -202,9 +197,10 @@ class _Network:
         link = JoinLink(host=name, port=port or enrol_port, token=token, pin=authority.pin)
         admin = Admin(run, members, clock, files, link=link, drop=server.drop)
         service.unary |= {"Renew": enroller.renew, "Admin": admin.handle}
-        if not local:
+        if options.address:
             await files.run(self._warn_if_private, name)
         run.tell("listening", f"join with: potluck join {link.format()}", join_line=link.format())
+        return link.format()
 
     def _warn_if_private(self, name: str) -> None:
         try:
@@ -227,17 +223,14 @@ class _Network:
             await self._server.stop()
 
 
-def _free_ports(folder: Path, local: bool) -> tuple[int, int]:
-    """The ports of the process before, so that its workers find this one; else the usual ones; else any."""
+def _known_ports(folder: Path) -> tuple[int, int]:
+    """The ports of the process before, so that its workers find this one; (0, 0), any, where they are taken."""
     try:
         enrol, serve = json.loads((folder / "ports.json").read_bytes())
-        known = [(int(enrol), int(serve))]
     except (OSError, ValueError, TypeError):
-        known = [] if local else [usual_ports]
-    for pair in known:
-        if all(map(_is_free, pair)):
-            return pair
-    return 0, 0
+        return 0, 0
+    pair = (int(enrol), int(serve))
+    return pair if all(map(_is_free, pair)) else (0, 0)
 
 
 def _is_free(port: int) -> bool:
@@ -248,13 +241,3 @@ def _is_free(port: int) -> bool:
         except (OSError, OverflowError):
             return False
         return True
-
-
-def own_address() -> str:
-    """The address of this machine that its route to the outside has; nothing is sent. Its name where it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address: choosing a route sends no packet
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()

@@ -30,6 +30,7 @@ async def equip(
     files: Executor,
     note: Callable[[str], None],
     data: Sequence[Path] = (),
+    max_memory_bytes: int = 0,
     num_threads: int | None = None,
     cost_s: Callable[[pb.Lease], float] = lambda _: 0.0,
 ) -> Runner:

@@ -1,0 +1,97 @@
+"""What is wrong with a recipe, in one sentence: from pydantic's findings to subject, value, limit and remedy."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+KINDS = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number (without a decimal point or exponent)",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text in quotes",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "none_required": "left out",
+}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name most like `name`, or "". Compares whole names and their last parts."""
+    known = list(known)
+    if found := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
+        return found[0]
+    lasts = {key.rpartition(".")[2]: key for key in reversed(known)}
+    found = difflib.get_close_matches(name.rpartition(".")[2], lasts, n=1, cutoff=0.75)
+    return lasts[found[0]] if found else ""
+
+
+def sentence(error: ValidationError, section: str, known: Sequence[str]) -> str:
+    """The first thing that is wrong. `known` are the full keys there are, those of the section first."""
+    faults = error.errors(include_url=False)
+    first = faults[0]
+    key, value = _key(section, first), _shown(first["input"])
+    if first["type"] == "extra_forbidden":
+        near = nearest(key, known)
+        return f"{key} is not a key; " + (f"did you mean {near}?" if near else "see docs/recipes.md")
+    if first["type"] == "missing":
+        return f"{key} is missing; see docs/recipes.md"
+    if first["type"] == "value_error":
+        return f"{key or 'it'}: {first.get('ctx', {}).get('error', first['msg'])}"
+    same = [fault for fault in faults if _key(section, fault) == key]
+    limits = list(dict.fromkeys(limit for fault in same if (limit := _limit(fault)) != "left out"))
+    return f"{key} is {value} and must be {' or '.join(limits) or 'left out'}"
+
+
+def _key(section: str, fault: ErrorDetails) -> str:
+    """The full key of a fault. Parts that pydantic adds for the members of a union are left out."""
+    parts = [section] if section else []
+    for part in fault["loc"]:
+        if isinstance(part, int):
+            parts[-1] = f"{parts[-1]}[{part}]"
+        elif part not in ("str", "int", "float", "bool") and "[" not in part and "tuple" not in part:
+            parts.append(part)
+    return ".".join(parts)
+
+
+def _limit(fault: ErrorDetails) -> str:
+    """What the value must be."""
+    kind, context = fault["type"], fault.get("ctx", {})
+    if kind in KINDS:
+        return KINDS[kind]
+    match kind:
+        case "greater_than":
+            return f"greater than {context['gt']}"
+        case "greater_than_equal":
+            return f"at least {context['ge']}"
+        case "less_than":
+            return f"less than {context['lt']}"
+        case "less_than_equal":
+            return f"at most {context['le']}"
+        case "literal_error":
+            return str(context["expected"])
+        case "string_pattern_mismatch":
+            return f"text like {context['pattern']}"
+        case _:
+            return fault["msg"].removeprefix("Input should be ")
+
+
+def _shown(value: Any) -> str:
+    """A value as the user wrote it, cut where it is long."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
