@@ -1,72 +1,126 @@
-"""Every operation against torch.optim, slice by slice."""
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
 from potluck.optim.outer import adamw, axpy, decay_mask, nesterov, sgd
 from potluck.types.params import Layout
 
-layout = Layout.of([("w", (3, 4)), ("b", (5,)), ("e", (2, 2, 2))])
-slices = [(0, 7), (7, 14), (14, 25)]
+layout = Layout.of([("w", (11, 13)), ("b", (11,)), ("s", ()), ("v", (3, 5, 7)), ("n", (9,))])
 
 
-def vectors(steps: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    start = torch.randn(layout.numel, generator=generator)
-    return start, [torch.randn(layout.numel, generator=generator) for _ in range(steps)]
+def vector(seed: int) -> Tensor:
+    return torch.randn(layout.numel, generator=torch.Generator().manual_seed(seed))
 
 
-def test_nesterov_is_torch_sgd_bit_for_bit() -> None:
-    start, gradients = vectors(5)
-    theta, momentum = start.clone(), torch.zeros(layout.numel)
-    parameter = nn.Parameter(start.clone())
-    reference = torch.optim.SGD([parameter], lr=0.7, momentum=0.6, nesterov=True, foreach=False)
-    for g in gradients:
-        parameter.grad = g.clone()
-        reference.step()
-        outs = [
-            nesterov(theta[a:b], momentum[a:b], g[a:b], lr=0.7, momentum_coefficient=0.6, layout=layout, offset=a)
-            for a, b in slices
-        ]
-        theta, momentum = (torch.cat([o[i] for o in outs]) for i in range(2))
-    assert torch.equal(theta, parameter.detach())
+def parts(flat: Tensor) -> list[Tensor]:
+    return [flat[t.offset : t.stop].reshape(t.shape) for t in layout]
 
 
-def test_adamw_is_torch_adamw_with_decay_on_matrices_only() -> None:
-    start, gradients = vectors(6)
-    parts = [nn.Parameter(start[s.offset : s.stop].view(s.shape).clone()) for s in layout]
-    groups = [
-        {"params": [p for p in parts if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in parts if p.dim() < 2], "weight_decay": 0.0},
+def flat(tensors: list[Any]) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(part.clone()) for part in parts(vector(0))]
+
+
+def groups(parameters: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
-    theta, m, v = start.clone(), torch.zeros(layout.numel), torch.zeros(layout.numel)
-    for step, g in enumerate(gradients, 1):
-        for p, s in zip(parts, layout, strict=True):
-            p.grad = (0.25 * g[s.offset : s.stop]).view(s.shape)
-        reference.step()
-        outs = [
-            adamw(
-                theta[a:b], m[a:b], v[a:b], g[a:b], lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
-                step=step, scale=0.25, layout=layout, offset=a,
-            )
-            for a, b in slices
-        ]  # fmt: skip
-        theta, m, v = (torch.cat([o[i] for o in outs]) for i in range(3))
-    expected = torch.cat([p.detach().reshape(-1) for p in parts])
-    assert (theta - expected).abs().max().item() < 1e-6
-    assert (theta - start).abs().min().item() > 1e-4
 
 
-def test_sgd_and_axpy() -> None:
-    x, g = torch.tensor([1.0, 2.0]), torch.tensor([4.0, -2.0])
-    assert sgd(x, g, lr=0.5, scale=0.25, layout=layout, offset=0)[0].tolist() == [0.5, 2.25]
-    assert axpy(x, g, scale=-1.0, layout=layout, offset=0)[0].tolist() == [-3.0, 4.0]
+def give(parameters: list[torch.nn.Parameter], gradient: Tensor) -> None:
+    for parameter, part in zip(parameters, parts(gradient), strict=True):
+        parameter.grad = part.clone()
 
 
-@pytest.mark.parametrize(("a", "b"), slices)
-def test_the_mask_of_a_slice_is_a_slice_of_the_mask(a: int, b: int) -> None:
-    whole = decay_mask(layout, 0, layout.numel)
-    assert whole.tolist() == [1.0] * 12 + [0.0] * 5 + [1.0] * 8
-    assert torch.equal(decay_mask(layout, a, b - a), whole[a:b])
+def sliced(op: Any, *vectors: Tensor, size: int, **scalars: Any) -> list[Tensor]:
+    """Run `op` as the parameter store does."""
+    outputs = [
+        op(*(v[start : start + size] for v in vectors), layout=layout, offset=start, **scalars)
+        for start in range(0, layout.numel, size)
+    ]
+    return [torch.cat(pieces) for pieces in zip(*outputs, strict=True)]
+
+
+@pytest.mark.parametrize("size", [layout.numel, 50])
+@pytest.mark.parametrize("momentum_coefficient", [0.0, 0.9])
+def test_nesterov_is_pytorch_sgd_bit_for_bit(size: int, momentum_coefficient: float) -> None:
+    reference = parameters()
+    optimizer = torch.optim.SGD(reference, lr=0.7, momentum=momentum_coefficient, nesterov=momentum_coefficient > 0)
+    theta, momentum = vector(0), torch.zeros(layout.numel)
+    for step in range(5):
+        delta = vector(10 + step)
+        give(reference, delta)
+        optimizer.step()
+        theta, momentum = sliced(
+            nesterov, theta, momentum, delta, size=size, lr=0.7, momentum_coefficient=momentum_coefficient
+        )
+        assert torch.equal(theta, flat(reference))
+
+
+def test_fedavg_is_nesterov_without_momentum_at_rate_one() -> None:
+    local, theta = vector(1), vector(0)
+    moved, _ = nesterov(
+        theta, torch.zeros_like(theta), theta - local, lr=1.0, momentum_coefficient=0.0, layout=layout, offset=0
+    )
+    assert moved == pytest.approx(local, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [layout.numel, 50])
+def test_adamw_is_pytorch_adamw(size: int) -> None:
+    reference = parameters()
+    optimizer = torch.optim.AdamW(groups(reference, 0.1), lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    theta, first, second = vector(0), torch.zeros(layout.numel), torch.zeros(layout.numel)
+    for step in range(1, 21):
+        summed, lr = vector(10 + step) * 512, 3e-3 / step
+        give(reference, summed * (0.25 / 512))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        theta, first, second = sliced(
+            adamw, theta, first, second, summed, size=size,
+            lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, scale=0.25 / 512,
+        )  # fmt: skip
+        torch.testing.assert_close(theta, flat(reference), rtol=1e-6, atol=1e-7)
+    for mine, key in [(first, "exp_avg"), (second, "exp_avg_sq")]:
+        torch.testing.assert_close(mine, flat([optimizer.state[p][key] for p in reference]), rtol=1e-6, atol=1e-8)
+    assert not torch.allclose(theta, vector(0), atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [layout.numel, 50])
+def test_sgd_is_pytorch_sgd(size: int) -> None:
+    reference = parameters()
+    optimizer = torch.optim.SGD(groups(reference, 0.1), lr=0.05)
+    theta = vector(0)
+    for step in range(10):
+        give(reference, vector(10 + step) * 0.25)
+        optimizer.step()
+        (theta,) = sliced(sgd, theta, vector(10 + step), size=size, lr=0.05, weight_decay=0.1, scale=0.25)
+        torch.testing.assert_close(theta, flat(reference), rtol=1e-6, atol=1e-6)
+
+
+def test_axpy() -> None:
+    (got,) = axpy(vector(0), vector(1), a=-2.0, layout=layout, offset=0)
+    torch.testing.assert_close(got, vector(1) - 2 * vector(0))
+
+
+def test_inputs_stay_as_they_were() -> None:
+    given = [vector(i) for i in range(4)]
+    nesterov(*given[:3], lr=0.7, momentum_coefficient=0.9, layout=layout, offset=0)
+    sgd(*given[:2], lr=0.1, weight_decay=0.1, scale=0.5, layout=layout, offset=0)
+    given[2].abs_()
+    kept = [v.clone() for v in given]
+    adamw(*given, lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, step=1, scale=0.5, layout=layout, offset=0)
+    assert all(torch.equal(v, k) for v, k in zip(given, kept, strict=True))
+
+
+def test_decay_is_for_matrices_only() -> None:
+    expected = torch.cat([torch.full((t.numel,), len(t.shape) >= 2) for t in layout])
+    assert torch.equal(decay_mask(layout, 0, layout.numel), expected)
+    for offset, numel in [(0, 1), (100, 100), (143, 12), (150, 110), (layout.numel, 0)]:
+        assert torch.equal(decay_mask(layout, offset, numel), expected[offset : offset + numel])

@@ -121,9 +121,7 @@ class ObjectStore:
                 digest = from_file_name(path.name)
                 if digest in keep or path.stat().st_mtime > oldest:
                     continue
-                if digest is not None:
-                    self._drop_partial(digest)
-                freed += remove_files([path])
+                freed += self._drop_partial(digest) if digest else remove_files([path])
         return freed
 
     # Objects on their way
@@ -148,11 +146,13 @@ class ObjectStore:
             self._partials[digest] = PartialObject(self, digest, size, path)
             return self._partials[digest]
 
-    def _finished(self, partial: PartialObject, found: Digest) -> None:
-        """Give a complete partial its name, or drop it if its digest is another."""
+    def settle(self, partial: PartialObject, found: Digest) -> None:
+        """Give a complete partial its name, or drop it if it was `found` to be another. Called by `finish`."""
         with self._lock:
             if self._partials.get(partial.digest) is not partial:
-                return  # another sender was faster
+                if self.has(partial.digest):
+                    return  # another sender was faster
+                raise _dropped(partial.digest)
             if found != partial.digest:
                 self._drop_partial(partial.digest)
                 raise CorruptError(
@@ -164,12 +164,11 @@ class ObjectStore:
             del self._partials[partial.digest]
             self._move_in(partial.path, partial.digest)
 
-    def _drop_partial(self, digest: Digest, *, keep_file: bool = False) -> None:
+    def _drop_partial(self, digest: Digest, *, keep_file: bool = False) -> int:
         partial = self._partials.pop(digest, None)
         if partial is not None:
-            partial.dropped = True
-        if not keep_file:
-            remove_files([self._partial_folder / file_name(digest)])
+            partial.drop()
+        return 0 if keep_file else remove_files([self._partial_folder / file_name(digest)])
 
     def _move_in(self, path: Path, digest: Digest) -> None:
         target = self.path(digest)
@@ -200,7 +199,7 @@ class PartialObject:
 
     def __init__(self, store: ObjectStore, digest: Digest, size: int, path: Path) -> None:
         self.digest, self.size, self.path = digest, size, path
-        self.dropped = False
+        self._dropped = False
         self._store = store
         self._lock = threading.Lock()
         self._offset = size if store.has(digest) else _size(path)
@@ -229,13 +228,11 @@ class PartialObject:
             return self._offset
 
     def _append(self, data: memoryview) -> None:
-        try:
-            with full_disk_named(self.path, self.size - self._offset), self.path.open("rb+") as file:
-                file.seek(self._offset)
-                file.write(data)
-                file.truncate()  # a write that a full disk cut off may have left more
-        except FileNotFoundError as error:
-            raise CorruptError(f"what had arrived of {self.digest} was dropped; send it from the start") from error
+        self._refuse_if_dropped()
+        with full_disk_named(self.path, self.size - self._offset), self.path.open("rb+") as file:
+            file.seek(self._offset)
+            file.write(data)
+            file.truncate()  # a write that a full disk cut off may have left more
         if self._hasher:
             self._hasher.update(data)
         self._offset += len(data)
@@ -247,10 +244,26 @@ class PartialObject:
                 raise CorruptError(f"{self.size - self._offset} of {self.size} bytes of {self.digest} are missing")
             if self._store.has(self.digest):
                 return
-            if self.dropped:
-                raise CorruptError(f"what had arrived of {self.digest} was dropped; send it from the start")
+            self._refuse_if_dropped()
+        # Complete, so nobody writes to it any more: read it and ask the store without holding others up.
+        try:
             found = self._hasher.digest() if self._hasher else digest_file(self.path)
-            self._store._finished(self, found)  # pyright: ignore[reportPrivateUsage]
+        except FileNotFoundError:  # settled or dropped meanwhile: the store knows
+            found = self.digest
+        self._store.settle(self, found)
+
+    def drop(self) -> None:
+        """No more bytes are taken: its file is about to go. Called by the store."""
+        with self._lock:
+            self._dropped = True
+
+    def _refuse_if_dropped(self) -> None:
+        if self._dropped:
+            raise _dropped(self.digest)
+
+
+def _dropped(digest: Digest) -> CorruptError:
+    return CorruptError(f"what had arrived of {digest} was dropped; send it from the start")
 
 
 def _size(path: Path) -> int:
