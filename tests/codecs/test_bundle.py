@@ -156,6 +156,7 @@ def test_memory_for_reading_is_bounded(tmp_path: Path) -> None:
     with Bundle.open(tmp_path / "flat") as bundle:
         bundle.accumulate("p", large, total, 0, 0.5)
         bundle.check_flat("p", large)
+        bundle.decode_flat("p", large)  # its result is PyTorch's memory, which is not counted here
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3 << 20

@@ -201,7 +201,7 @@ class Bundle:
         out: Values = vector.numpy()
         for tensor in layout:
             entry = self.entries[f"{name}/{tensor.name}"]
-            _codec_of(entry).decode(self._buffers(entry), entry.shape, 0, out[tensor.offset : tensor.stop])
+            _decode(entry, self._buffers(entry), out[tensor.offset : tensor.stop])
         return vector
 
     def check_flat(self, name: str, layout: Layout) -> float:
@@ -261,6 +261,13 @@ def _buffers_of(entry: Entry, found: Bytes, start: int) -> list[Bytes]:
     return [found[start + offset : start + offset + size] for offset, size in entry.buffers]
 
 
+def _decode(entry: Entry, buffers: list[Bytes], out: Values) -> None:
+    """Slice by slice, so that what a codec needs besides stays small and in the cache."""
+    decode = _codec_of(entry).decode
+    for low, high in spans(len(out)):
+        decode(buffers, entry.shape, low, out[low:high])
+
+
 def _decoded(entry: Entry, buffers: list[Bytes]) -> Tensor:
     if not entry.numel:
         return torch.empty(entry.shape, dtype=_torch_types[entry.dtype])
@@ -268,5 +275,5 @@ def _decoded(entry: Entry, buffers: list[Bytes]) -> Tensor:
         whole = torch.from_numpy(buffers[0].copy())
         return whole.view(_torch_types[entry.dtype]).reshape(entry.shape)
     out = torch.empty(entry.numel, dtype=torch.float32)
-    codec(entry.codec).decode(buffers, entry.shape, 0, out.numpy())
+    _decode(entry, buffers, out.numpy())
     return out.reshape(entry.shape)
