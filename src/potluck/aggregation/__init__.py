@@ -1,0 +1,1 @@
+"""From the updates of many workers to one: checked whole, then summed chunk by chunk."""

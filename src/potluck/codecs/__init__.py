@@ -1,0 +1,1 @@
+"""Tensors in, bytes out: codecs by name, and the framing that carries them."""

@@ -1,0 +1,1 @@
+"""What is kept on disk: objects, parameters, checkpoints, the ledger and the member book."""
