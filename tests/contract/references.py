@@ -32,7 +32,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
     if problem.inner.clip:
         nn.utils.clip_grad_norm_(model.parameters(), problem.inner.clip)
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def diloco(problem: Problem, *, num_inner_steps: int, outer_lr: float, outer_momentum: float) -> Tensor:

@@ -49,13 +49,13 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "potluck", *map(str, arguments)]
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+def environment(cwd: Path) -> dict[str, str]:
+    return {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "XDG_CACHE_HOME": str(cwd / "cache")}
 
 
 def potluck(*arguments: str | Path, cwd: Path, timeout_s: float = 55.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=environment(),
+        command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=environment(cwd),
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ def potluck(*arguments: str | Path, cwd: Path, timeout_s: float = 55.0) -> subpr
 def start(*arguments: str | Path, cwd: Path, log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as file:
         return subprocess.Popen(
-            command(*arguments), cwd=cwd, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment()
+            command(*arguments), cwd=cwd, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment(cwd)
         )
 
 

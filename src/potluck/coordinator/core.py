@@ -21,7 +21,7 @@ from potluck.coordinator.events import Event, OnEvent
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.intake import Intake
 from potluck.fleet.live import LiveFleet
-from potluck.fleet.roster import Roster
+from potluck.fleet.roster import LeaseId, Roster
 from potluck.storage.checkpoints import Checkpoints
 from potluck.storage.database import Database
 from potluck.storage.ledger import CommitRow, Ledger
@@ -98,6 +98,7 @@ class Coordinator:
         self.losses: dict[int, float] = {}  # validation loss by round
         self.stop_reason = ""
         self.recovered = asyncio.Event()
+        self.uploads: dict[Digest, LeaseId] = {}  # what came or comes in for open leases
         self.traffic: Callable[[str], Traffic] = lambda _: Traffic()  # of this process, by worker; set by the host
         self.seen: Callable[[str], None] = lambda _: None  # blocks; notes in the member book that a worker was here
         self._given: dict[str, dict[str, Any]] = {}  # by worker: tokens, rounds, bytes of earlier processes
@@ -170,6 +171,8 @@ class Coordinator:
 
     async def _from_checkpoint(self, first: State, reason: str) -> State:
         found = await self.executor.run(self.checkpoints.load_latest)
+        for skipped in self.checkpoints.skipped:
+            self.tell("note", skipped)
         if found is None:
             self.tell("note", f"{reason}; there is no checkpoint, so the run starts again")
             await self.executor.run(self.ledger.roll_back, 0, self.deck.fresh())
@@ -235,7 +238,9 @@ class Coordinator:
         self.fleet.forget(keep)
         floating = {Digest(r.object) for r in self.fleet.floating.replies.values() if r.object}
         published = {d for h, d in self.fleet.published().items() if h in keep}
-        self.objects.collect({*published, *floating, *self.deck.digests(), *self.plan.open_objects})
+        uploads = {digest for digest, lease in self.uploads.items() if lease in self.fleet.book.open}
+        self.objects.collect({*published, *floating, *uploads, *self.deck.digests(), *self.plan.open_objects})
+        self.uploads = {digest: lease for digest, lease in self.uploads.items() if digest in uploads}
 
     async def validate(self, state: State) -> None:
         """The loss on held-out text where it is due: at the start, every so many rounds, at the end."""

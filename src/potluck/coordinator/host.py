@@ -68,7 +68,8 @@ class _Hosting:
 
     async def run(self, on_listening: Callable[[Listening], None]) -> RunResult:
         folder = self.options.run_dir
-        objects = await self.files.run(ObjectStore, folder / "objects")
+        durable = self.options.recipe.checkpoint.durability == "power"
+        objects = await self.files.run(lambda: ObjectStore(folder / "objects", durable=durable))
         tell = self.tell_soon()
         prepared = await self.files.run(
             lambda: prepare(self.options.recipe, folder, objects, cache_dir=self.options.cache_dir, tell=tell)

@@ -197,12 +197,13 @@ class CoordinatorService:
         """A result of work it holds, no larger than such a result can be."""
 
         def admit(info: pb.ObjectInfo) -> None:
-            check_digest(info.digest)
-            leases = self.run.fleet.book.of(member.id)
-            if not any(info.purpose == upload_purpose(*lease.id) for lease in leases):
+            digest = check_digest(info.digest)
+            held = (x for x in self.run.fleet.book.of(member.id) if info.purpose == upload_purpose(*x.id))
+            if (lease := next(held, None)) is None:
                 raise Refused(f"nobody waits for the upload {info.purpose[:100]!r} any more")
             if not 0 < info.size <= self._max_upload_bytes:
                 raise Refused(f"an upload of {info.size} bytes is not in 1 to {self._max_upload_bytes}")
+            self.run.uploads[digest] = lease.id
 
         return admit
 

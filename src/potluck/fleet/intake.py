@@ -81,7 +81,7 @@ class Intake:
             await self._fleet.fail(lease, reason)
             self._fleet.roster.strike(member, reason)
             return
-        if result.object and not self._fleet.objects.has(check_digest(result.object)):
+        if result.object and not self._has(result.object):
             return  # announced before it is here; the upload goes on
         inline = self.inline.get((member.id, lease.id), {})
         if len(inline) < result.num_inline:
@@ -109,6 +109,12 @@ class Intake:
             member.observe(lease.message.task, max(result.seconds, 0.0), lease.units)
             await self._fleet.accept(lease, scalars, result.object, inline)
         self._verdict(member, (result.round, result.attempt, result.key), "accepted", "")
+
+    def _has(self, digest: str) -> bool:
+        try:
+            return self._fleet.objects.has(check_digest(digest))
+        except Refused:
+            return False  # not even a digest: nothing of that name will ever come
 
     def _scalars(self, lease: OpenLease, result: pb.TaskResult) -> dict[str, Any]:
         """The numbers of a result: finite, and no more tokens than the data dealt for it holds."""

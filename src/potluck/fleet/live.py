@@ -12,6 +12,7 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from potluck.aggregation.mean import combine
 from potluck.clock import Clock, Executor
 from potluck.codecs.base import codec
-from potluck.codecs.bundle import write_flat
+from potluck.codecs.bundle import write_flat_slices
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, loss, wire_attempt
 from potluck.fleet.roster import LeaseId, Roster
@@ -31,7 +32,7 @@ from potluck.storage.params import ParamStore
 from potluck.strategies.fleet import Op, Reduction, Replies, Reply, WorkerInfo
 from potluck.strategies.run import RunFacts
 from potluck.strategies.task import BoundTask, encode_arguments, handles
-from potluck.types.errors import RoundFailed
+from potluck.types.errors import CorruptError, InvalidUpdate, RoundFailed
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Params
 from potluck.types.profile import DeviceProfile
@@ -473,7 +474,10 @@ class LiveFleet:
                 self.params, pairs, name=reduction.name, layout=self._run.layout, out_name=name, mean=reduction.mean
             )
 
-        return await self._executor.run(run)
+        try:
+            return await self._executor.run(run)
+        except (InvalidUpdate, CorruptError) as error:  # checked when it came, so the disk has lost it since
+            raise RoundFailed(f"an accepted update cannot be read any more: {error}") from error
 
     def _reply(self, row: ReplyRow) -> Reply:
         return Reply(
@@ -493,7 +497,8 @@ class LiveFleet:
 
             def encode() -> Digest:
                 path = self._scratch / f"publish-{handle.fragments[0].name}"
-                write_flat(path, "params", self.params.read(handle), self._run.layout, codec(self._run.down_codec))
+                read = partial(self.params.read_slice, handle)
+                write_flat_slices(path, "params", read, self._run.layout, codec(self._run.down_codec))
                 return self.objects.adopt(path)
 
             self._published[key] = await self._executor.run(encode)

@@ -13,7 +13,7 @@ class InnerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="adamw, or plain sgd without momentum and decay")
+    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="adamw, or plain sgd without momentum")
     lr: float = Field(4e-4, gt=0, description="peak learning rate")
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the run in which the rate rises linearly from 0")
     schedule: Literal["cosine", "constant"] = Field("cosine", description="what the rate does after warm-up")

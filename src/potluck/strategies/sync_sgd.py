@@ -99,7 +99,7 @@ async def step(
     """One optimizer step with the gradient `scale * summed`."""
     lr = learning_rate(config, progress)
     if config.optimizer == "sgd":
-        (params,) = await fleet.apply(sgd, state.params, summed, lr=lr, scale=scale)
+        (params,) = await fleet.apply(sgd, state.params, summed, lr=lr, weight_decay=config.weight_decay, scale=scale)
         return replace(state, params=params)
     params, first, second = await fleet.apply(
         adamw,

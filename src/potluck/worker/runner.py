@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ from potluck.worker.state import RunFolder
 from potluck.worker.trainer import Trainer
 
 MAX_WANTED = 256
+recent_leases = 4
 
 
 def lease_id(lease: pb.Lease | pb.TaskResult) -> LeaseId:
@@ -60,6 +62,8 @@ class Runner:
         self.changed = asyncio.Event()  # something new to report
         self.inline_changed = asyncio.Event()
         self.posts: dict[LeaseId, Post] = {}
+        self._recent: deque[tuple[Digest, ...]] = deque(maxlen=recent_leases)  # what the last leases needed
+        self._decoded: tuple[Digest, Tensor] | None = None  # the last parameters, for tasks that share them
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -98,6 +102,7 @@ class Runner:
         self.folder.save_results(self.results)
         needed = {Digest(r.object) for r in self.results.values() if r.object}
         needed |= {Digest(d) for lease in self.wanted.values() for d in lease.objects}
+        needed |= {digest for digests in self._recent for digest in digests}
         self.folder.objects.collect(needed | self.sources.digests())
 
     async def _take_input(self, given: pb.SessionInput) -> None:
@@ -149,8 +154,9 @@ class Runner:
             )
         if lease.running_only:
             raise Refused(f"session {lease.key[:100]!r} does not run here any more")
-        for digest in lease.objects:
-            await self._fetch(check_digest(digest))
+        self._recent.append(tuple(check_digest(d) for d in lease.objects))
+        for digest in self._recent[-1]:
+            await self._fetch(digest)
         operands = await self._wait_operands(lease) if lease.num_inline else {}
         arguments = await self._files.run(self._decode, json.loads(lease.arguments_json), operands)
         started = self._clock.now()
@@ -245,6 +251,12 @@ class Runner:
 
     def _decode(self, value: Any, operands: Mapping[str, Tensor]) -> Any:
         def params(digest: Digest) -> Tensor:
+            if self._decoded is None or self._decoded[0] != digest:
+                self._decoded = None  # one at a time in memory
+                self._decoded = (digest, read_params(digest))
+            return self._decoded[1]
+
+        def read_params(digest: Digest) -> Tensor:
             with Bundle.open(self.folder.objects.path(digest)) as bundle:
                 return bundle.decode_flat("params", self.trainer.layout)
 
