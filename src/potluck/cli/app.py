@@ -1,0 +1,256 @@
+"""The `potluck` command. Each command imports what it needs when it runs, so that help answers at once.
+
+A `PotluckError` ends a command with its one sentence on standard error and its exit code (docs/exit_codes.md);
+anything else is our mistake and shows a traceback. With --json one JSON object comes last on standard output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from potluck.types.errors import PotluckError
+
+app = typer.Typer(
+    name="potluck",
+    help="Train and fine-tune language models across machines that belong to different people.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object last on standard output.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe. Repeatable.")
+]
+Dir = Annotated[Path | None, typer.Option("--dir", help="Folder of the run. [default: runs/NAME]")]
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A .toml file, or a name from `potluck recipes`.")]
+RunName = Annotated[str | None, typer.Argument(metavar="RUN", help="A run's folder or name. [default: the last used]")]
+OfRun = Annotated[str | None, typer.Option("--run", help="A run's folder or name. [default: the last used]")]
+
+
+def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # a replaced stream has no encoding of its own
+            stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        app()
+    except PotluckError as error:
+        print(f"potluck: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def put_json(value: Any) -> None:
+    print(json.dumps(value), flush=True)
+
+
+@app.command()
+def demo(
+    as_json: Json = False,
+    folder: Annotated[Path | None, typer.Option("--dir", help="Folder of the run. [default: runs/demo]")] = None,
+    overrides: Set = None,
+) -> None:
+    """Train a small model on this machine with four workers and show what happens."""
+    from potluck.cli.demo import run_demo
+
+    result = asyncio.run(run_demo(folder, overrides or []))
+    if as_json:
+        put_json(result)
+
+
+@app.command()
+def run(
+    recipe: RecipeName,
+    local: Annotated[int, typer.Option("--local", min=1, help="Workers on this machine.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last committed round.")] = False,
+    as_json: Json = False,
+    overrides: Set = None,
+    folder: Dir = None,
+) -> None:
+    """Run a recipe with N workers on this machine."""
+    from potluck.cli.running import run_recipe
+    from potluck.cli.runs import new_run
+    from potluck.coordinator.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    run_dir = folder or Path("runs") / loaded.name
+    if not resume:
+        new_run(run_dir)
+    result = run_recipe(loaded, run_dir, num_local=local)
+    if as_json:
+        put_json(result.to_json())
+
+
+@app.command()
+def host(
+    recipe: RecipeName,
+    address: Annotated[
+        str, typer.Option("--address", metavar="NAME:PORT", help="Where workers reach this machine. [default: its own]")
+    ] = "",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65534, help="Port, where --address is not given; it and the next.")
+    ] = 0,
+    as_json: Json = False,
+    overrides: Set = None,
+    folder: Dir = None,
+) -> None:
+    """Start a run that other machines join; prints the line to paste there. Started again, it continues the run."""
+    from potluck.cli.running import run_recipe
+    from potluck.coordinator.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    run_dir = folder or Path("runs") / loaded.name
+    result = run_recipe(loaded, run_dir, address=address, port=port)
+    if as_json:
+        put_json(result.to_json())
+
+
+@app.command()
+def join(
+    line: Annotated[str, typer.Argument(metavar="LINE", help="The join line, or a file that holds it.")],
+    data: Annotated[
+        list[Path] | None, typer.Option("--data", help="Text of this machine to train on. Repeatable.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda:N or mps.")] = "auto",
+    state: Annotated[
+        Path | None, typer.Option("--state", help="Folder for its identity and state. [default: ~/.potluck/worker]")
+    ] = None,
+    name: Annotated[str, typer.Option("--name", help="Name to be known by. [default: this machine's]")] = "",
+    allow_strategy: Annotated[
+        list[Path] | None, typer.Option("--allow-strategy", help="A strategy file that may run here. Repeatable.")
+    ] = None,
+    max_memory: Annotated[str, typer.Option("--max-memory", metavar="SIZE", help="Memory to use at most: 2GB.")] = "",
+    hours: Annotated[str, typer.Option("--hours", metavar="FROM-TO", help="Work in these hours only: 22-7.")] = "",
+    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 for all cores.")] = 0,
+    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
+) -> None:
+    """Give this machine to a run, on your terms."""
+    from potluck.cli.joining import run_worker
+    from potluck.cli.units import parse_bytes, parse_hours
+    from potluck.worker.options import JoinOptions
+
+    options = JoinOptions(
+        link=line,
+        state_dir=state or Path.home() / ".potluck" / "worker",
+        name=name,
+        data=tuple(data or []),
+        device=device,
+        num_threads=threads,
+        allow_strategies=tuple(allow_strategy or []),
+        max_memory_bytes=parse_bytes(max_memory) if max_memory else 0,
+        hours=parse_hours(hours) if hours else None,
+    )
+    run_worker(options, with_parent=with_parent)
+
+
+@app.command()
+def invite(
+    name: Annotated[str, typer.Argument(help="Who is invited: the member's name.")],
+    run_name: OfRun = None,
+    role: Annotated[str, typer.Option("--role", help="worker or operator.")] = "worker",
+    valid_hours: Annotated[float, typer.Option("--valid-hours", min=0.01, help="Hours until it expires.")] = 24.0,
+) -> None:
+    """Print a join line for one member."""
+    from potluck.cli.operator import admin
+
+    print(asyncio.run(admin(run_name, "invite", name=name, uses=1, hours=valid_hours, role=role)))
+
+
+@app.command()
+def remove(name: Annotated[str, typer.Argument(help="The member's name.")], run_name: OfRun = None) -> None:
+    """Revoke a member: its certificate is refused from now on."""
+    from potluck.cli.operator import admin
+
+    say(asyncio.run(admin(run_name, "remove", name=name)))
+
+
+@app.command()
+def status(run_name: RunName = None, as_json: Json = False) -> None:
+    """Who is here, what they do, what the run waits for, how it goes."""
+    from potluck.cli.operator import ask_status
+    from potluck.cli.view import status_text
+
+    snapshot = asyncio.run(ask_status(run_name))
+    if as_json:
+        put_json(snapshot)
+    else:
+        print(status_text(snapshot), end="")
+
+
+@app.command()
+def stop(run_name: RunName = None) -> None:
+    """Checkpoint and end the run; restarting `host` or `run --resume` continues it."""
+    from potluck.cli.operator import admin
+
+    say(asyncio.run(admin(run_name, "stop")))
+
+
+@app.command()
+def generate(
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A model directory with its tokenizer.")],
+    prompt: Annotated[str, typer.Option("--prompt", help="What the text begins with.")] = "def ",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens to write at most.")] = 100,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")] = 0.8,
+    top_p: Annotated[float, typer.Option("--top-p", min=0.01, max=1.0, help="Share of probability drawn from.")] = 0.95,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed writes the same text.")] = 0,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda:N or mps.")] = "auto",
+) -> None:
+    """Let a trained model write."""
+    from potluck.models.generate import generate as write
+
+    text = write(
+        model_dir, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, device=device
+    )
+    print(text)
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(metavar="NAME", help="The one to print.")] = None) -> None:
+    """List the shipped recipes, or print one to start from."""
+    from potluck.coordinator.shipped import find_shipped, headline, shipped
+
+    if name:
+        print(find_shipped(name).read_text(encoding="utf-8"), end="")
+        return
+    known = shipped()
+    width = max(map(len, known))
+    for stem, path in known.items():
+        print(f"{stem:{width}}  {headline(path)}")
+
+
+@app.command()
+def bench(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which one; without it they are listed.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure Potluck itself, beside its peers."""
+    from potluck.cli.benches import list_benches, run_bench
+
+    if name is None:
+        print("\n".join(f"{bench}  {about}" for bench, about in list_benches().items()))
+        return
+    report = run_bench(name)
+    if as_json:
+        put_json(report)
+    else:
+        for figure, value in report["figures"].items():
+            print(f"{figure} = {value}")
+
+
+@app.command()
+def test(file: Annotated[Path, typer.Argument(metavar="FILE", help="Your strategy, such as my_method.py.")]) -> None:
+    """Run the contract tests on a strategy of your own."""
+    from potluck.cli.contract import test_file
+
+    test_file(file)

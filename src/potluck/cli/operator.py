@@ -1,0 +1,43 @@
+"""`status`, `stop`, `invite` and `remove`: ask a running coordinator, as the operator whose identity lies in the run's
+folder. To do it from another machine, join there with an operator's line and give the folder with the identity."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from potluck.cli.runs import find_run
+from potluck.protocol import pb
+from potluck.transport.grpc.client import GrpcConnection
+from potluck.transport.security.identity import Identity
+from potluck.types.errors import ConnectionLost, CoordinatorUnreachable
+
+patience_s = 5.0
+
+
+async def ask_status(run_name: str | None) -> dict[str, Any]:
+    """The snapshot of a run that goes on."""
+    reply = pb.StatusReply.FromString(await _call(run_name, "Status", pb.StatusRequest().SerializeToString()))
+    snapshot: dict[str, Any] = json.loads(reply.status_json)
+    return snapshot
+
+
+async def admin(run_name: str | None, action: str, **fields: Any) -> str:
+    """Do it; the coordinator's sentence, or the join line of an invitation."""
+    request = pb.AdminRequest(action=action, **fields)
+    return str(pb.AdminReply.FromString(await _call(run_name, "Admin", request.SerializeToString())).message)
+
+
+async def _call(run_name: str | None, method: str, request: bytes) -> bytes:
+    folder = find_run(run_name)
+    identity = Identity.load(folder / "operator")
+    connection = GrpcConnection(identity.address, identity)
+    try:
+        return await connection.call(method, request, timeout_s=patience_s)
+    except ConnectionLost as error:
+        raise CoordinatorUnreachable(
+            f"the coordinator of {folder} does not answer at {identity.address}, so the run is not going on; "
+            f"`potluck host` or `potluck run --resume` continues it"
+        ) from error
+    finally:
+        await connection.close()

@@ -1,0 +1,156 @@
+"""`run` and `host`: a coordinator in this process, its view, and the workers this machine gives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from potluck.cli.local import LocalWorkers
+from potluck.cli.runs import cache_folder
+from potluck.cli.signals import graceful
+from potluck.cli.view import View
+from potluck.coordinator.events import Event, OnEvent
+from potluck.coordinator.host import serve
+from potluck.coordinator.options import HostOptions, Listening, RunResult, default_port
+from potluck.coordinator.recipe import Recipe
+from potluck.types.errors import RunStopped
+
+
+class Running:
+    """One run from start to end. `heard` is called with each event after the view has shown it."""
+
+    def __init__(
+        self, options: HostOptions, view: View, *, num_local: int = 0, heard: OnEvent = lambda _: None
+    ) -> None:
+        self.options, self.view, self.num_local, self._heard = options, view, num_local, heard
+        self.listening: Listening | None = None
+        self._stop_reason = ""
+        self._failure: BaseException | None = None
+        self._serving: asyncio.Task[RunResult] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        file = options.recipe.strategy.file
+        self.workers = LocalWorkers(
+            options.run_dir,
+            num_threads=max(1, (os.cpu_count() or 1) // max(1, num_local)),
+            arguments=["--allow-strategy", str(file)] if file else [],
+            ended=self._worker_ended,
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Of the local workers."""
+        return [f"worker-{number}" for number in range(1, self.num_local + 1)]
+
+    async def run(self) -> RunResult:
+        """Until the budget is spent or the run is stopped. RunStopped if every local worker ended by itself."""
+        with graceful(lambda name: self.stop(f"stopped by {name}"), at_once=self.workers.kill_all):
+            try:
+                async with self.view.showing():
+                    self._serving = asyncio.create_task(
+                        serve(self.options, on_event=self._event, on_listening=self._start)
+                    )
+                    await asyncio.wait([self._serving])
+            finally:
+                self.view.watch(None)
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self.workers.close()
+        if self._failure is not None:
+            raise self._failure
+        if self._serving.cancelled():
+            raise RunStopped(f"the run was {self._stop_reason} before it began; nothing is lost, start it again")
+        return self._serving.result()
+
+    def stop(self, reason: str) -> None:
+        """Ask the run to end in good order: checkpoint written, workers told."""
+        if self._stop_reason:
+            return
+        self._stop_reason = reason
+        self.view.say(f"{reason}: ending the run in good order; Ctrl-C once more ends it at once", "yellow")
+        if self.listening is not None:
+            self.listening.stop(reason)
+        elif self._serving is not None:
+            self._serving.cancel()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it beside the run and end it with the run. What it raises stops the run and is raised at its end."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self.stop(f"stopped because of {type(error).__name__}: {error}")
+
+    def _start(self, listening: Listening) -> None:
+        self.listening = listening
+        self.view.watch(listening.status)
+        if self.num_local:
+            self.begin(self._start_workers(listening.join_line))
+        else:
+            self.view.say("On every machine that joins, install Potluck and paste this line:")
+            self.view.say(f"\n    potluck join {listening.join_line}\n", "bold")
+
+    def _event(self, event: Event) -> None:
+        if event.kind != "listening":  # `_start` says it better
+            self.view.event(event)
+        self._heard(event)
+
+    async def _start_workers(self, join_line: str) -> None:
+        await self.workers.use_link(join_line)
+        for index, name in enumerate(self.names):
+            await self.workers.start(name, device_arguments(index))
+
+    def _worker_ended(self, name: str, code: int, last_line: str) -> None:
+        if code == 0:
+            return  # the coordinator told it to go
+        said = f": {last_line}" if last_line else ""
+        self.view.say(f"{name} ended with exit code {code}{said} (its log is {self.workers.log_path(name)})", "red")
+        if not self.workers.running and not self._stop_reason:
+            reason = f"every worker on this machine has ended, the last one with exit code {code}{said}"
+            self._failure = RunStopped(reason)
+            self.stop(reason)
+
+
+def run_recipe(recipe: Recipe, run_dir: Path, *, num_local: int = 0, address: str = "", port: int = 0) -> RunResult:
+    """Host a run to its end and say how it went. Local workers need no address."""
+    if not num_local:
+        address = address or f"{own_host()}:{port or default_port}"
+    options = HostOptions(recipe=recipe, run_dir=run_dir, cache_dir=cache_folder(), address=address, port=port)
+    view = View(Console(stderr=True, highlight=False))
+    result = asyncio.run(Running(options, view, num_local=num_local).run())
+    if result.stopped:
+        view.say(f"{result.stopped} after {result.rounds} rounds; `potluck {again(num_local)} --resume` continues it")
+    view.say(f"the model is in {result.model_dir}; let it write: potluck generate {result.model_dir}")
+    return result
+
+
+def again(num_local: int) -> str:
+    return f"run RECIPE --local {num_local}" if num_local else "host RECIPE"
+
+
+def own_host() -> str:
+    """The address of this machine on its way out. Nothing is sent: connecting a datagram socket only picks a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documentation, never in use
+        except OSError:
+            return socket.gethostname()  # no route out: only machines that know our name can join
+        return str(probe.getsockname()[0])
+
+
+def device_arguments(index: int) -> Sequence[str]:
+    """Which GPU the local worker of that number takes, where there are any; else the choice is its own."""
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ["--device", f"cuda:{index % num_gpus}"] if num_gpus else []

@@ -1,0 +1,169 @@
+"""What a run looks like: a live table where there is a terminal, one line for each event where there is none.
+
+Everything is drawn from the snapshot of `coordinator.status`, so `potluck status` shows the same table. All of it
+goes to standard error; standard output belongs to --json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from potluck.cli.units import format_bytes, format_count, format_seconds
+from potluck.coordinator.events import Event
+
+Snapshot = Mapping[str, Any]
+refresh_s = 0.5
+
+STYLES = {
+    "joined": "green",
+    "left": "yellow",
+    "lost": "yellow",
+    "refused": "red",
+    "discarded": "red",
+    "waiting": "yellow",
+    "checkpoint": "dim",
+    "note": "dim",
+    "story": "bold magenta",
+}
+QUIET = frozenset({"checkpoint"})
+"""Kinds that would only repeat what the rounds say."""
+
+
+def render(snapshot: Snapshot) -> RenderableType:
+    """The whole picture: one line of the run, one row for each worker, what the run waits for."""
+    return Group(_bar(snapshot), _workers(snapshot["workers"]), Text(_doing(snapshot), style="dim"))
+
+
+def _bar(snapshot: Snapshot) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    facts = [f"round {snapshot['round']}", f"{format_count(snapshot['tokens'])} tokens"]
+    if snapshot["loss"] is not None:
+        facts.append(f"loss {snapshot['loss']:.4f}")
+    if snapshot["validation"]:
+        facts.append(f"validation {snapshot['validation'][-1][1]:.4f}")
+    left_s = snapshot["seconds_left"]
+    facts.append("time left unknown" if left_s is None else f"{format_seconds(left_s)} left")
+    progress = min(max(snapshot["progress"], 0.0), 1.0)
+    grid.add_row(
+        Text(f"{snapshot['name']} ({snapshot['strategy']})", style="bold"),
+        ProgressBar(total=1.0, completed=progress, width=20),
+        f"{progress:.0%}",
+        "  ".join(facts),
+    )
+    return grid
+
+
+def _workers(workers: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("worker", no_wrap=True)
+    table.add_column("device", no_wrap=True)
+    table.add_column("precision", no_wrap=True)
+    table.add_column("state", ratio=1)
+    for name in ("tokens/s", "tokens", "up", "down"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker in workers:
+        style = "" if worker["connected"] and not worker.get("reason") else "yellow"
+        table.add_row(
+            Text(worker["id"], style=style),
+            worker["device"],
+            worker["precision"],
+            Text(_state(worker), style=style),
+            f"{worker['tokens_per_s']:,.0f}" if worker["tokens_per_s"] else "-",
+            format_count(worker["tokens"]),
+            format_bytes(worker["bytes_up"]),
+            format_bytes(worker["bytes_down"]),
+        )
+    return table
+
+
+def _state(worker: Mapping[str, Any]) -> str:
+    if worker.get("reason"):
+        return f"{worker['state']}: {worker['reason']}"
+    step = f", step {worker['step']}" if worker["state"] == "training" and worker.get("step") else ""
+    return f"{worker['state']}{step}"
+
+
+def _doing(snapshot: Snapshot) -> str:
+    num_connected = sum(bool(worker["connected"]) for worker in snapshot["workers"])
+    return f"{snapshot['phase']}, {num_connected} of {len(snapshot['workers'])} known workers connected"
+
+
+def round_line(event: Event, bytes_up: int, bytes_down: int) -> str:
+    """The line of a committed round: round, loss, who reported, bytes, time."""
+    detail = event.detail
+    reported = ", ".join(detail["workers"])
+    moved = f"{format_bytes(bytes_up)} up, {format_bytes(bytes_down)} down"
+    return f"round {detail['round']:>3}  loss {detail['loss']:.4f}  {reported}  {moved}  {detail['seconds']:.1f} s"
+
+
+class View:
+    """Shows events and, in a terminal, the picture that `status` gives."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._status: Callable[[], Snapshot] | None = None
+        self._moved = (0, 0)  # bytes up and down by all workers, at the round before
+
+    def watch(self, status: Callable[[], Snapshot] | None) -> None:
+        """Draw this run from now on; None for no run."""
+        self._status = status
+
+    def event(self, event: Event) -> None:
+        """One line that stays."""
+        if event.kind in QUIET:
+            return
+        text = round_line(event, *self._moved_since()) if event.kind == "round" else event.text
+        self.say(text, STYLES.get(event.kind, ""))
+
+    def _moved_since(self) -> tuple[int, int]:
+        """Bytes up and down by all workers since the last call."""
+        workers = self._status()["workers"] if self._status else []
+        now = sum(worker["bytes_up"] for worker in workers), sum(worker["bytes_down"] for worker in workers)
+        up, down = now[0] - self._moved[0], now[1] - self._moved[1]
+        self._moved = now
+        return up, down
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style), soft_wrap=True)
+
+    @asynccontextmanager
+    async def showing(self) -> AsyncIterator[None]:
+        """Keep the picture up to date within; without a terminal there is none, only the lines."""
+        if not self.console.is_terminal:
+            yield
+            return
+        # Refreshed from the event loop only: the snapshot belongs to it.
+        live = Live(console=self.console, auto_refresh=False, transient=True, redirect_stdout=False)
+        with live:
+            task = asyncio.create_task(self._refresh(live))
+            try:
+                yield
+            finally:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+                live.update("", refresh=True)
+
+    async def _refresh(self, live: Live) -> None:
+        while True:
+            if self._status is not None:
+                live.update(render(self._status()), refresh=True)
+            await asyncio.sleep(refresh_s)
+
+
+def status_text(snapshot: Snapshot, width: int = 100) -> str:
+    """The picture as plain text."""
+    console = Console(width=width, no_color=True, color_system=None)
+    with console.capture() as capture:
+        console.print(render(snapshot))
+    return capture.get()
