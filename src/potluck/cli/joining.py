@@ -16,7 +16,7 @@ def run_worker(options: JoinOptions, *, with_parent: bool = False) -> None:
     """Until the run ends or this machine's owner says so."""
     if with_parent:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which tells us
-        end_with_parent(sys.stdin.buffer)
+        end_with_parent(sys.stdin.fileno())
     asyncio.run(_join(options, ignore_interrupt=with_parent))
 
 

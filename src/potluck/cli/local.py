@@ -15,7 +15,7 @@ import threading
 from asyncio.subprocess import Process
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from potluck.transport.security.private_files import write_private
 
@@ -29,7 +29,7 @@ class LocalWorkers:
 
     def __init__(
         self, folder: Path, *, num_threads: int = 1, arguments: Sequence[str] = (),
-        ended: Callable[[str, int, str], None] = lambda *_: None, program: Sequence[str] = (),
+        ended: Callable[[str, int, str], None] = lambda _name, _code, _line: None, program: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._folder, self._num_threads, self._arguments, self._ended = folder, num_threads, arguments, ended
         self._program = [*(program or (sys.executable, "-P", "-m", "potluck", "join"))]
@@ -112,11 +112,14 @@ class LocalWorkers:
         self._link.unlink(missing_ok=True)
 
 
-def end_with_parent(pipe: IO[bytes]) -> None:
-    """In a local worker: end this process as soon as its parent's end of the pipe closes. Its state is safe on disk."""
+def end_with_parent(pipe: int) -> None:
+    """In a local worker: end this process as soon as its parent's end of the pipe closes. Its state is safe on disk.
+
+    Reads the descriptor itself: a buffered reader's lock would be in the way when the interpreter ends.
+    """
 
     def watch() -> None:
-        while pipe.read(1):
+        while os.read(pipe, 1):
             pass
         os._exit(0)
 

@@ -30,7 +30,7 @@ class Running:
     ) -> None:
         self.options, self.view, self.num_local, self._heard = options, view, num_local, heard
         self.listening: Listening | None = None
-        self._stop_reason = ""
+        self._stop_reason, self._over = "", False
         self._failure: BaseException | None = None
         self._serving: asyncio.Task[RunResult] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -101,7 +101,8 @@ class Running:
             self.view.say(f"\n    potluck join {listening.join_line}\n", "bold")
 
     def _event(self, event: Event) -> None:
-        if event.kind != "listening":  # `_start` says it better
+        self._over = self._over or event.kind == "model"
+        if not (self._over and event.kind == "left"):  # that all go home now is no news
             self.view.event(event)
         self._heard(event)
 
@@ -129,13 +130,10 @@ def run_recipe(recipe: Recipe, run_dir: Path, *, num_local: int = 0, address: st
     view = View(Console(stderr=True, highlight=False))
     result = asyncio.run(Running(options, view, num_local=num_local).run())
     if result.stopped:
-        view.say(f"{result.stopped} after {result.rounds} rounds; `potluck {again(num_local)} --resume` continues it")
+        again = f"run RECIPE --local {num_local} --resume" if num_local else "host RECIPE"
+        view.say(f"{result.stopped} after {result.rounds} rounds; `potluck {again}` continues it")
     view.say(f"the model is in {result.model_dir}; let it write: potluck generate {result.model_dir}")
     return result
-
-
-def again(num_local: int) -> str:
-    return f"run RECIPE --local {num_local}" if num_local else "host RECIPE"
 
 
 def own_host() -> str:

@@ -35,8 +35,8 @@ STYLES = {
     "note": "dim",
     "story": "bold magenta",
 }
-QUIET = frozenset({"checkpoint"})
-"""Kinds that would only repeat what the rounds say."""
+QUIET = frozenset({"listening", "checkpoint", "model"})
+"""Kinds that the rounds or the command itself say better."""
 
 
 def render(snapshot: Snapshot) -> RenderableType:
@@ -122,7 +122,11 @@ class View:
         """One line that stays."""
         if event.kind in QUIET:
             return
-        text = round_line(event, *self._moved_since()) if event.kind == "round" else event.text
+        text = event.text
+        if event.kind == "round":
+            text = round_line(event, *self._moved_since())
+        elif event.kind == "left":
+            text = f"{event.detail['worker']} is not here any more: {event.detail['reason']}"
         self.say(text, STYLES.get(event.kind, ""))
 
     def _moved_since(self) -> tuple[int, int]:
