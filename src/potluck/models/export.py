@@ -1,17 +1,141 @@
-"""Draft export."""
+"""The model directory a run leaves: opens with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer`.
+
+    config.json, generation_config.json     of this transformers version
+    model.safetensors                       the flat model as it is: tensors follow each other in the layout's order
+    tokenizer.json, ...                     where the run has a tokenizer
+    README.md                               the model card with the run's facts
+
+It is written beside its place and then renamed, so a directory of that name is always whole.
+"""
+
 from __future__ import annotations
-import json, shutil
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 from torch import Tensor
-from potluck.models.build import build
-from potluck.models.flat import FlatModel
+
+from potluck.models.build import skeleton
+from potluck.models.flat import layout_of
+from potluck.types.errors import ModelError
 from potluck.types.params import Layout
-def save_model_dir(path: Path, config_json: dict[str, Any], vector: Tensor, layout: Layout, tokenizer_dir: Path | None, card: dict[str, Any]) -> None:
-    flat = FlatModel(build(config_json), layout=layout)
-    flat.load(vector)
-    flat.module.save_pretrained(path)
-    if tokenizer_dir:
-        for f in tokenizer_dir.iterdir():
-            shutil.copy(f, path / f.name)
-    (path / "README.md").write_text("# model\n" + json.dumps(card))
+
+
+def save_model_dir(
+    path: Path,
+    config_json: dict[str, Any],
+    vector: Tensor,
+    layout: Layout,
+    tokenizer_dir: Path | None,
+    card: Mapping[str, Any],
+) -> None:
+    """Write the model. vector: fp32 [layout.numel] on the CPU, never copied. `card` is what the model card tells."""
+    if vector.shape != (layout.numel,) or vector.dtype != torch.float32:
+        raise ModelError(
+            f"the model to save is {vector.dtype} {list(vector.shape)} and its layout needs torch.float32 "
+            f"[{layout.numel}]; save the parameters of this run"
+        )
+    scratch, before = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
+    for leftover in (scratch, before):
+        shutil.rmtree(leftover, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        _write_config(scratch, config_json, layout)
+        write_safetensors(scratch / "model.safetensors", vector, layout)
+        if tokenizer_dir is not None:
+            for file in sorted(tokenizer_dir.iterdir()):
+                if file.is_file() and not file.name.startswith("."):
+                    shutil.copyfile(file, scratch / file.name)
+        (scratch / "README.md").write_text(model_card(card), encoding="utf-8", newline="\n")
+        _put_in_place(scratch, path, before)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_safetensors(path: Path, vector: Tensor, layout: Layout) -> None:
+    """A flat model as a safetensors file: a header, then the vector as one run of bytes. Synced to the disk.
+
+    The format: u64 length of the header, the header as JSON (name -> dtype, shape, [start, stop) in bytes), the data.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for spec in layout:
+        header[spec.name] = {
+            "dtype": "F32", "shape": list(spec.shape), "data_offsets": [4 * spec.offset, 4 * spec.stop],
+        }  # fmt: skip
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    data = memoryview(vector.detach().contiguous().numpy().astype("<f4", copy=False)).cast("B")
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        for start in range(0, len(data), 64 << 20):  # some systems refuse writes of 2 GiB and more
+            file.write(data[start : start + (64 << 20)])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def model_card(card: Mapping[str, Any]) -> str:
+    """README.md: a YAML header that the hub reads, and the run's facts as a table; nested ones flattened."""
+    rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in _flattened("", card)]
+    title = _cell(card.get("name") or card.get("run_id") or "model")
+    return "\n".join(
+        [
+            "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- potluck", "---", "",
+            f"# {title}", "",
+            "Trained with Potluck across machines that belong to different people. Opens with",
+            "`AutoModelForCausalLM.from_pretrained`.", "",
+            "| fact | value |", "| --- | --- |", *rows, "",
+        ]
+    )  # fmt: skip
+
+
+def _write_config(folder: Path, config_json: dict[str, Any], layout: Layout) -> None:
+    """config.json and generation_config.json as this version of transformers writes them."""
+    model: Any = skeleton(config_json)
+    shapes = {spec.name: spec.shape for spec in layout}
+    if {spec.name: spec.shape for spec in layout_of(model)} != shapes:
+        raise ModelError("the model's configuration builds other tensors than the run has; use one version")
+    config = model.config
+    config.architectures = [type(model).__name__]
+    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", torch.float32)
+    config.save_pretrained(str(folder))
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(str(folder))
+
+
+def _put_in_place(scratch: Path, path: Path, before: Path) -> None:
+    if path.exists():
+        path.rename(before)
+    scratch.rename(path)
+    shutil.rmtree(before, ignore_errors=True)
+    if os.name == "posix":  # elsewhere a folder cannot be synced
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _flattened(prefix: str, value: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, inner in value.items():
+        full = f"{prefix}{name}"
+        if isinstance(inner, Mapping):
+            found += _flattened(f"{full}.", inner)
+        elif isinstance(inner, list | tuple) and inner and all(isinstance(item, Mapping) for item in inner):
+            for item in inner:
+                found.append((full, ", ".join(f"{k} {v}" for k, v in item.items())))
+        elif inner is not None and inner != "":
+            found.append((full, inner))
+    return found
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    text = f"{value:.6g}" if isinstance(value, float) else text
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

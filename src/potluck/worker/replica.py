@@ -1,111 +1,360 @@
-"""Draft replica, to be replaced by its owner's."""
+"""A device's copy of the model with its inner optimizer: what task functions call, on PyTorch.
+
+A step does what a plain loop does, in its order: forward, backward, clip, AdamW with decay on matrices only. On a CPU
+in fp32 with one micro-batch it gives the plain loop's parameters bit for bit; on CUDA the optimizer is the fused one.
+"""
+
 from __future__ import annotations
+
+import math
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from potluck.models.build import build
+from torch import Tensor, nn
+
+from potluck.models.build import skeleton
+from potluck.models.device import Hardware, choose_precision, free_and_total_memory, this_machine
+from potluck.models.family import has_dropout
 from potluck.models.flat import FlatModel
-from potluck.optim.inner import learning_rate
+from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES, TokenLoss
+from potluck.optim.inner import InnerConfig, learning_rate
+from potluck.planner.memory import ModelDims, check_fits, training_memory
 from potluck.strategies.replica import Loss, Mailbox, Step, TaskCancelled
 from potluck.strategies.run import RunSpec
+from potluck.types.errors import CorruptError, DataError, ModelError, ResourceError
 from potluck.types.params import Layout
+
 
 @dataclass(frozen=True)
 class StepInfo:
+    """Progress, as `TorchReplica.on_step` reports it after every step. `step` counts since the local state began."""
+
     step: int
     loss: float
     tokens_per_s: float
 
+
 class TorchReplica:
-    def __init__(self, spec: RunSpec, *, device: str = "cpu", num_threads: int | None = None) -> None:
-        self.inner = spec.inner
-        self.flat = FlatModel(build(spec.model_config_json), layout=Layout.from_json(spec.layout), device=device)
-        self.mailbox: Mailbox
+    """Implements `strategies.replica.Replica`. One thread builds and drives it; `cancel` may come from any other."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        device: str | torch.device = "cpu",
+        num_threads: int | None = None,
+        max_memory_bytes: int = 0,
+        hardware: Hardware = this_machine,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """ModelError if the run's model cannot be built here, ResourceError if it does not fit."""
+        if num_threads:
+            torch.set_num_threads(num_threads)
+        self.device = torch.device(device)
+        self.precision = choose_precision(spec.precision, self.device, hardware=hardware)
         self.on_step: Callable[[StepInfo], None] = lambda _: None
-        self._cancel = False
-        self._n = 0
-        self.reset_local_state()
+        self._inner, self._seq_len, self._seed, self._now = spec.inner, spec.seq_len, spec.seed, now
+        layout, vocab_size = _read_shape(spec)
+        _check_memory(
+            spec, layout, self.device, self.precision.name, max_memory_bytes=max_memory_bytes, hardware=hardware
+        )
+        self._flat = FlatModel(skeleton(spec.model_config_json), layout=layout, device=self.device)
+        self._loss = TokenLoss(self._flat.module, vocab_size=vocab_size, autocast=self.precision.autocast)
+        self._has_dropout = has_dropout(spec.model_config_json)
+        self._optimizer = InnerOptimizer(self._flat, spec.inner)
+        self._num_steps = 0
+        self._source: Iterator[Tensor] = iter(())
+        self._left_over: Tensor | None = None
+        self._mailbox: Mailbox | None = None
+        self._cancelled = threading.Event()
 
     @property
     def layout(self) -> Layout:
-        return self.flat.layout
+        return self._flat.layout
 
-    def reset_local_state(self) -> None:
-        i = self.inner
-        mats = [p for p in self.flat.parameters if p.dim() >= 2]; vecs = [p for p in self.flat.parameters if p.dim() < 2]
-        self.opt = torch.optim.AdamW([{"params": mats, "weight_decay": i.weight_decay}, {"params": vecs, "weight_decay": 0.0}], lr=i.lr, betas=i.betas, eps=i.eps)
+    @property
+    def module(self) -> nn.Module:
+        """The transformers model; its parameters are the replica's."""
+        return self._flat.module
 
-    def local_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        out: dict[str, Tensor] = {}
-        for n, p in enumerate(self.flat.parameters):
-            for k, v in self.opt.state.get(p, {}).items():
-                out[f"{n}.{k}"] = torch.as_tensor(v).clone()
-        return out, {}
+    @property
+    def mailbox(self) -> Mailbox:
+        assert self._mailbox is not None, "only a session has a mailbox"
+        return self._mailbox
 
-    def restore_local_state(self, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
-        self.reset_local_state()
-        for key, v in tensors.items():
-            n, k = key.split(".", 1)
-            self.opt.state[self.flat.parameters[int(n)]][k] = v.clone()
+    @mailbox.setter
+    def mailbox(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
 
-    def feed(self, source: Iterator[Tensor]) -> None:
-        self._source = source
-        self._cancel = False
+    # What the runner does around a task
+
+    def feed(self, source: Iterable[Tensor]) -> None:
+        """The data of the next task: integer [at most batch_size, seq_len + 1]. Forgets an earlier `cancel`."""
+        self._source, self._left_over = iter(source), None
+        self._cancelled.clear()
 
     def cancel(self) -> None:
-        self._cancel = True
+        """From any thread: the running task raises TaskCancelled at its next micro-batch."""
+        self._cancelled.set()
 
-    def batches(self) -> Iterator[Tensor]:
-        return self._source
+    def local_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The inner optimizer's state: tensors on the CPU and JSON values, enough to go on bit for bit.
+
+        On a CPU the tensors are the live ones, which saves a copy of twice the model: write them before the next step.
+        """
+        return self._optimizer.tensors(), {"num_steps": self._num_steps}
+
+    def restore_local_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Go on from what `local_state` gave. CorruptError if it is not of this model and optimizer."""
+        num_steps = scalars.get("num_steps")
+        if not isinstance(num_steps, int) or num_steps < 0:
+            raise CorruptError(
+                f"the inner state counts {num_steps!r} steps, which is no number of steps; start it afresh"
+            )
+        self._optimizer.restore(tensors)
+        self._num_steps = num_steps
+
+    def reset_local_state(self) -> None:
+        """As before the first step."""
+        self._optimizer.reset()
+        self._num_steps = 0
+
+    # What task functions call
 
     def load(self, theta: Tensor) -> None:
-        self.flat.load(theta)
+        self._flat.load(theta)
 
     def params(self) -> Tensor:
-        return self.flat.params()
+        return self._flat.params()
 
-    def _loss(self, batch: Tensor) -> Tensor:
-        logits = self.flat.module(input_ids=batch[:, :-1]).logits
-        return cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1), reduction="sum")
+    def batches(self) -> Iterator[Tensor]:
+        for tokens in self._source:
+            self._stop_if_cancelled()
+            yield tokens
 
     def train_step(self, *, progress: float) -> Step:
-        if self._cancel:
-            raise TaskCancelled
-        begun = time.monotonic()
-        for g in self.opt.param_groups:
-            g["lr"] = learning_rate(self.inner, progress)
-        total, n = 0.0, 0
-        for p in self.flat.parameters:
-            p.grad = None
-        batches = [next(self._source) for _ in range(self.inner.accumulation)]
-        n = sum(b[:, 1:].numel() for b in batches)
-        for b in batches:
-            loss = self._loss(b) / n
-            loss.backward()
-            total += loss.item()
-        if self.inner.clip:
-            torch.nn.utils.clip_grad_norm_(self.flat.parameters, self.inner.clip)
-        self.opt.step()
-        self._n += 1
-        self.on_step(StepInfo(self._n, total, n / max(time.monotonic() - begun, 1e-9)))
-        return Step(total, n)
+        started = self._now()
+        batches = self._micro_batches()
+        num_tokens = sum(_num_tokens(batch) for batch in batches)
+        lr = learning_rate(self._inner, progress)
+        loss = self._backward(batches, divisor=num_tokens)
+        norm = self._optimizer.clip(self._inner.clip)
+        self._check_finite(loss, float(norm), lr)
+        self._optimizer.step(lr)
+        self._flat.clear_gradients()
+        self._stepped(loss, num_tokens, started)
+        return Step(loss, num_tokens)
 
     def gradient(self, *, num_sequences: int) -> tuple[Tensor, Loss]:
-        for p in self.flat.parameters:
-            p.grad = None
-        total, n, seen = 0.0, 0, 0
-        while seen < num_sequences:
-            b = next(self._source)
-            seen += len(b)
-            loss = self._loss(b)
-            loss.backward()
-            total += loss.item(); n += b[:, 1:].numel()
-        return self.flat.gradient(), Loss(total, n)
+        started = self._now()
+        loss_sum, num_tokens, missing = 0.0, 0, num_sequences
+        self._flat.clear_gradients()
+        while missing:
+            batch = self._next(missing)
+            if batch is None:
+                raise DataError(
+                    f"the task's data ended {missing} sequences short of the {num_sequences} it needs; check the data"
+                )
+            missing -= len(batch)
+            num_tokens += _num_tokens(batch)
+            loss_sum += self._backward([batch], divisor=1)
+        summed = self._flat.gradient()
+        self._flat.clear_gradients()
+        self._check_finite(loss_sum, float(sum(torch.aminmax(summed))), None)
+        self._stepped(loss_sum / num_tokens, num_tokens, started)
+        return summed, Loss(loss_sum, num_tokens)
 
-    @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Loss:
-        return Loss(self._loss(tokens).item(), tokens[:, 1:].numel())
+        loss_sum = 0.0
+        for batch in tokens.split(self._inner.batch_size):
+            self._stop_if_cancelled()
+            loss_sum += float(self._loss.evaluate(self._on_device(batch)))
+        return Loss(loss_sum, _num_tokens(tokens))
+
+    # How
+
+    def _backward(self, batches: list[Tensor], *, divisor: int) -> float:
+        """Add the gradient of the sum of token losses over `divisor`; that loss."""
+        losses: list[Tensor] = []
+        for index, batch in enumerate(batches):
+            self._stop_if_cancelled()
+            if self._has_dropout:  # chance is a function of the step and its data: nothing of it needs to be kept
+                torch.manual_seed(hash((self._seed, self._num_steps, index, int(batch.sum()))) & (2**63 - 1))
+            loss = self._loss(self._on_device(batch), divisor=divisor)
+            loss.backward()
+            losses.append(loss.detach())
+        return float(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+
+    def _micro_batches(self) -> list[Tensor]:
+        """The micro-batches of one step: fewer than `accumulation` only where the task's data ends."""
+        batches: list[Tensor] = []
+        for _ in range(self._inner.accumulation):
+            batch = self._next(self._inner.batch_size)
+            if batch is not None:
+                batches.append(batch)
+        if not batches:
+            raise DataError("the task's data ended before its steps did; deal it more sequences or ask for fewer steps")
+        return batches
+
+    def _next(self, limit: int) -> Tensor | None:
+        """At most `limit` sequences that were not read before; None where the data ended."""
+        batch = self._left_over if self._left_over is not None else next(self._source, None)
+        self._left_over = None
+        if batch is None:
+            return None
+        if batch.dim() != 2 or batch.shape[1] != self._seq_len + 1 or not len(batch):
+            raise DataError(
+                f"a batch is {list(batch.shape)} and this run needs [any, {self._seq_len + 1}]; check the data"
+            )
+        if len(batch) > limit:
+            batch, self._left_over = batch[:limit], batch[limit:]
+        return batch
+
+    def _on_device(self, batch: Tensor) -> Tensor:
+        return batch.to(device=self.device, dtype=torch.int64)
+
+    def _stop_if_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            self._flat.clear_gradients()
+            raise TaskCancelled
+
+    def _check_finite(self, loss: float, norm: float, lr: float | None) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        self._flat.clear_gradients()
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        at = f" with learning rate {lr:.2e}" if lr is not None else ""
+        raise ModelError(
+            f"{what} at inner step {self._num_steps + 1}{at}, and training cannot go on from there; lower "
+            "strategy.inner.lr or raise strategy.inner.warmup"
+        )
+
+    def _stepped(self, loss: float, num_tokens: int, started: float) -> None:
+        self._num_steps += 1
+        self.on_step(StepInfo(self._num_steps, loss, num_tokens / max(self._now() - started, 1e-9)))
+
+
+class InnerOptimizer:
+    """AdamW or SGD of torch on a flat model. Moments are views of two flat vectors, made at the first step."""
+
+    def __init__(self, flat: FlatModel, config: InnerConfig) -> None:
+        self._flat, self._config = flat, config
+        self._moments: tuple[Tensor, Tensor] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """As before the first step."""
+        config, parameters = self._config, self._flat.parameters
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        self._moments = None
+        if config.optimizer == "sgd":
+            self._torch: torch.optim.Optimizer = torch.optim.SGD(groups, lr=config.lr)
+            return
+        fused = True if self._flat.device.type == "cuda" else None
+        self._torch = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+    def clip(self, limit: float) -> Tensor:
+        """Scale the gradients to at most that norm; 0 for no limit. The norm before."""
+        if limit:
+            return nn.utils.clip_grad_norm_(self._flat.parameters, limit)
+        grads = [p.grad for p in self._flat.parameters if p.grad is not None]
+        return nn.utils.get_total_norm(grads)
+
+    def step(self, lr: float) -> None:
+        if self._config.optimizer == "adamw" and self._moments is None:
+            self._make_moments()
+        for group in self._torch.param_groups:
+            group["lr"] = lr
+        self._torch.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Moments, fp32 [numel], and each tensor's count of steps, int64 [num_tensors]. {} before the first step."""
+        if self._moments is None:
+            return {}
+        counts = [int(self._torch.state[p]["step"]) for p in self._flat.parameters]
+        first, second = (moment.cpu() for moment in self._moments)
+        return {"exp_avg": first, "exp_avg_sq": second, "steps": torch.tensor(counts, dtype=torch.int64)}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """CorruptError if the tensors are not those of this model and optimizer."""
+        expected: dict[str, tuple[torch.dtype, list[int]]] = {}
+        if tensors and self._config.optimizer == "adamw":
+            flat = (torch.float32, [self._flat.layout.numel])
+            expected = {"exp_avg": flat, "exp_avg_sq": flat, "steps": (torch.int64, [len(self._flat.parameters)])}
+        found = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
+        if found != expected:
+            raise CorruptError(
+                f"the inner optimizer's state holds {_named(found)} and must hold {_named(expected)}; start it afresh"
+            )
+        self.reset()
+        if not tensors:
+            return
+        first, second = self._make_moments()
+        first.copy_(tensors["exp_avg"])
+        second.copy_(tensors["exp_avg_sq"])
+        for parameter, count in zip(self._flat.parameters, tensors["steps"].tolist(), strict=True):
+            self._torch.state[parameter]["step"].fill_(count)
+
+    def _make_moments(self) -> tuple[Tensor, Tensor]:
+        first, second = torch.zeros_like(self._flat.vector), torch.zeros_like(self._flat.vector)
+        self._moments = (first, second)
+        step_device = self._flat.device if self._flat.device.type == "cuda" else torch.device("cpu")
+        views = zip(self._flat.parameters, self._flat.views(first), self._flat.views(second), strict=True)
+        for parameter, exp_avg, exp_avg_sq in views:
+            step = torch.zeros((), dtype=torch.float32, device=step_device)
+            self._torch.state[parameter] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return first, second
+
+
+def _read_shape(spec: RunSpec) -> tuple[Layout, int]:
+    """Layout and size of the vocabulary, as the coordinator sent them. ModelError if they are none."""
+    vocab_size = spec.model_config_json.get("vocab_size")
+    try:
+        layout = Layout.from_json(spec.layout)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ModelError(f"the coordinator sent a layout that cannot be read: {error}; check its version") from error
+    if not isinstance(vocab_size, int) or vocab_size < 1 or not layout.numel:
+        raise ModelError(f"the coordinator sent a model with a vocabulary of {vocab_size!r}; check its version")
+    return layout, vocab_size
+
+
+def _num_tokens(batch: Tensor) -> int:
+    return batch.shape[0] * (batch.shape[1] - 1)
+
+
+def _named(tensors: Mapping[str, tuple[torch.dtype, list[int]]]) -> str:
+    return ", ".join(f"{name[:50]} {shape}" for name, (_, shape) in sorted(tensors.items())[:5]) or "nothing"
+
+
+def _check_memory(
+    spec: RunSpec, layout: Layout, device: torch.device, precision: str, *, max_memory_bytes: int, hardware: Hardware
+) -> None:
+    """ResourceError if training this model would need more than there is, or more than the owner gives."""
+    need = training_memory(
+        ModelDims.of(spec.model_config_json, layout.numel),
+        batch_size=spec.inner.batch_size,
+        seq_len=spec.seq_len,
+        optimizer=spec.inner.optimizer,
+        precision=precision,
+        max_logits_bytes=max(MAX_WHOLE_BYTES, CHUNK_BYTES),
+    )
+    free, _ = free_and_total_memory(device, hardware=hardware)
+    host_free, _ = hardware.memory()
+    limited = ""
+    if max_memory_bytes and max_memory_bytes < host_free:
+        host_free, limited = max_memory_bytes, " within the limit that was set"
+        free = free if device.type == "cuda" else min(free, max_memory_bytes)
+    lacking = check_fits(need, device=str(device), device_free_bytes=free, host_free_bytes=host_free)
+    if lacking:
+        raise ResourceError(
+            f"training this model of {layout.numel:,} parameters {lacking}{limited}; lower strategy.inner.batch_size "
+            "or data.seq_len, close other programs, or use a bigger machine"
+        )

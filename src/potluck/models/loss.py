@@ -1,0 +1,146 @@
+"""The loss of a causal language model: cross entropy of every next token.
+
+Where the logits of a batch are small, this is `cross_entropy(model(x).logits, y)`, bit for bit what a plain loop has.
+Where they are big (vocabulary of 50,000 and more), logits are made, turned into their gradient and dropped for a few
+rows at a time, so that memory does not grow with tokens times vocabulary:
+
+    z = h W^T        dz = softmax(z) - onehot(y)        dh = dz W        dW = dz^T h
+
+The matrix products are the ones a plain backward pass does, so this costs no recomputation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+MAX_WHOLE_BYTES = 64 << 20
+"""Logits up to this size (fp32) are held as a whole."""
+CHUNK_BYTES = 32 << 20
+"""Logits held at a time where they are bigger."""
+
+
+class TokenLoss:
+    """Losses of one model. tokens: int64 [batch, seq_len + 1] on the model's device."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        vocab_size: int,
+        autocast: torch.dtype | None = None,
+        max_whole_bytes: int = MAX_WHOLE_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._module, self._vocab_size, self._autocast = module, vocab_size, autocast
+        self._max_whole_bytes = max_whole_bytes
+        self._chunk_rows = max(1, chunk_bytes // (4 * vocab_size))
+        self._splits: bool | None = None  # whether the model is a base with a linear head and nothing more
+
+    def __call__(self, tokens: Tensor, *, divisor: int) -> Tensor:
+        """The sum of token losses over `divisor`, to call backward on. Autocast as the precision says."""
+        device_type = tokens.device.type
+        with torch.autocast(device_type, dtype=self._autocast, enabled=self._autocast is not None):
+            return self._loss(tokens, divisor)
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor) -> Tensor:
+        """The sum of token losses in fp32, also where training uses autocast; dropout off. fp64, no gradient."""
+        training = self._module.training
+        self._module.eval()
+        try:
+            return self._loss(tokens, 1).double()
+        finally:
+            self._module.train(training)
+
+    def _loss(self, tokens: Tensor, divisor: int) -> Tensor:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
+        if 4 * targets.numel() * self._vocab_size > self._max_whole_bytes and self._is_split(inputs):
+            hidden = _base(self._module)(input_ids=inputs, use_cache=False, return_dict=True)[0]
+            weight = _head(self._module).weight
+            hidden = hidden.reshape(-1, hidden.shape[-1])
+            return _LinearCrossEntropy.apply(hidden, weight, targets, self._chunk_rows, divisor, self._autocast)
+        logits = self._module(input_ids=inputs, use_cache=False, return_dict=True).logits
+        logits = logits.reshape(-1, logits.shape[-1]).float()
+        if divisor == targets.numel():
+            return cross_entropy(logits, targets)
+        return cross_entropy(logits, targets, reduction="sum") / divisor
+
+    def _is_split(self, inputs: Tensor) -> bool:
+        """Whether head(base(x)) is the whole model: asked once, of the model itself, on two tokens."""
+        if self._splits is None:
+            self._splits = _splits(self._module, inputs[:1, :2])
+        return self._splits
+
+
+def _base(module: nn.Module) -> Any:
+    return module.base_model
+
+
+def _head(module: nn.Module) -> Any:
+    return module.get_output_embeddings()
+
+
+def _splits(module: nn.Module, inputs: Tensor) -> bool:
+    base, head = _base(module), _head(module)
+    if base is module or not isinstance(head, nn.Linear) or head.bias is not None:
+        return False
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
+            hidden = base(input_ids=inputs, use_cache=False, return_dict=True)[0]
+            if hidden.shape[-1] != head.in_features:
+                return False
+            whole = module(input_ids=inputs, use_cache=False, return_dict=True).logits
+            return torch.allclose(head(hidden), whole, rtol=1e-4, atol=1e-5)
+    finally:
+        module.train(training)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sum over rows of cross entropy of h W^T, over `divisor`; gradients are made in the forward pass.
+
+    hidden [rows, dim], weight [vocab, dim], targets [rows].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, divisor: int,
+        autocast: torch.dtype | None,
+    ) -> Tensor:  # fmt: skip
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        with torch.autocast(hidden.device.type, enabled=False):
+            w = weight.to(autocast) if autocast is not None else weight
+            grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+            grad_weight = torch.zeros_like(weight) if needs_weight else None
+            total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+            for start in range(0, hidden.shape[0], chunk_rows):
+                rows = slice(start, start + chunk_rows)
+                h, y = hidden[rows].to(w.dtype), targets[rows]
+                logits = (h @ w.T).float()
+                log_sum = logits.logsumexp(dim=-1, keepdim=True)
+                total += (log_sum.squeeze(-1) - logits.gather(-1, y[:, None]).squeeze(-1)).sum()
+                if not (needs_hidden or needs_weight):
+                    continue
+                grad = logits.sub_(log_sum).exp_()
+                grad.scatter_add_(-1, y[:, None], grad.new_full((len(y), 1), -1.0))
+                grad = grad.div_(divisor).to(w.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[rows] = grad @ w
+                if grad_weight is not None:
+                    if autocast is None:
+                        grad_weight.addmm_(grad.T, h)
+                    else:
+                        grad_weight += grad.T @ h
+        ctx.gradients = (grad_hidden, grad_weight)
+        return total / divisor
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grads = tuple(None if g is None else g.mul_(grad_loss) for g in ctx.gradients)
+        ctx.gradients = (None, None)
+        return (*grads, None, None, None, None)

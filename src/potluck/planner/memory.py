@@ -1,0 +1,100 @@
+"""How much memory training needs on one machine: the answer to *does this model fit here*, before it is built.
+
+Counted in full: parameters, gradients, the optimizer's moments, and the flat vectors that a round holds beside them.
+Estimated from the shape of a decoder-only transformer: what the forward pass keeps for the backward pass, and logits.
+Attention is assumed not to hold its [tokens, tokens] matrix, as `scaled_dot_product_attention` does not on CPU and
+CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from potluck.types.params import type_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDims:
+    """What the memory of a decoder-only transformer depends on."""
+
+    num_params: int
+    num_layers: int
+    hidden_dim: int
+    ff_dim: int
+    vocab_size: int
+    is_gated: bool  # the feed-forward part has three matrices, as in Llama, and not two
+
+    @staticmethod
+    def of(config: Mapping[str, Any], num_params: int) -> ModelDims:
+        """From a transformers configuration as JSON values, under any of the usual names."""
+
+        def size(*names: str, default: int) -> int:
+            return next((v for name in names if isinstance(v := config.get(name), int) and v > 0), default)
+
+        hidden_dim = size("hidden_size", "n_embd", "d_model", default=768)
+        is_gated = "intermediate_size" in config and config.get("model_type") not in ("gpt_neox", "opt", "phi")
+        return ModelDims(
+            num_params=num_params,
+            num_layers=size("num_hidden_layers", "n_layer", "num_layers", default=12),
+            hidden_dim=hidden_dim,
+            ff_dim=size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_dim),
+            vocab_size=size("vocab_size", default=50257),
+            is_gated=is_gated or config.get("model_type") == "llama",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingMemory:
+    """Bytes at the peak of a round. On a CPU both parts share main memory."""
+
+    device_bytes: int  # model, gradients, optimizer, activations, logits
+    host_bytes: int  # flat vectors: the model as it came, the model as it is, their difference
+
+
+def training_memory(
+    dims: ModelDims,
+    *,
+    batch_size: int,
+    seq_len: int,
+    optimizer: str,
+    precision: str,
+    max_logits_bytes: int,
+) -> TrainingMemory:
+    """The need of one replica. `batch_size` is that of a micro-batch; `max_logits_bytes` bounds logits held at once."""
+    model_bytes = type_bytes * dims.num_params
+    moments_bytes = 2 * model_bytes if optimizer == "adamw" else 0
+    tokens = batch_size * seq_len
+    logits_bytes = 3 * min(type_bytes * tokens * dims.vocab_size, max_logits_bytes)
+    cast_bytes = model_bytes // 2 if precision == "bf16-mixed" else 0  # autocast keeps weights in both formats
+    activation_bytes = int(tokens * dims.num_layers * _bytes_per_token_and_layer(dims, precision))
+    return TrainingMemory(
+        device_bytes=2 * model_bytes + moments_bytes + cast_bytes + activation_bytes + logits_bytes,
+        host_bytes=3 * model_bytes,
+    )
+
+
+def check_fits(need: TrainingMemory, *, device: str, device_free_bytes: int, host_free_bytes: int) -> str:
+    """An empty string if it fits, else what is too small: a part of a sentence, with the need and what there is."""
+    if device.startswith(("cpu", "mps")):
+        total = need.device_bytes + need.host_bytes
+        return "" if total <= device_free_bytes else f"needs {_gib(total)} and {_gib(device_free_bytes)} are free"
+    if need.device_bytes > device_free_bytes:
+        return f"needs {_gib(need.device_bytes)} on {device} and {_gib(device_free_bytes)} are free there"
+    if need.host_bytes > host_free_bytes:
+        return f"needs {_gib(need.host_bytes)} of main memory beside {device} and {_gib(host_free_bytes)} are free"
+    return ""
+
+
+def _bytes_per_token_and_layer(dims: ModelDims, precision: str) -> float:
+    """What one layer keeps for its backward pass. Counted on GPT-2 and Llama of transformers 5.24."""
+    if dims.is_gated:  # norms in fp32 with their inputs, q k v before and after rotation; gate, silu, up and product
+        elements = 10.5 * dims.hidden_dim + 4.2 * dims.ff_dim
+    else:  # GELU is written out in steps and keeps each of them
+        elements = 8.5 * dims.hidden_dim + 5.2 * dims.ff_dim
+    return elements * (0.7 if precision == "bf16-mixed" else 1.0) * type_bytes
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
