@@ -49,8 +49,13 @@ def test_workers_learn_how_to_read_and_nothing_else() -> None:
     told = config.read_options().model_dump()
     assert ReadOptions.model_validate({**told, "from_a_later_version": 1}) == config.read_options()
     assert told == {
-        "format": "auto", "text_field": "body", "token_type": "uint16", "seq_len": 8, "validation": 0.25, "max_bytes": 0,
-    }  # fmt: skip
+        "format": "auto",
+        "text_field": "body",
+        "token_type": "uint16",
+        "seq_len": 8,
+        "validation": 0.25,
+        "max_bytes": 0,
+    }
 
 
 def test_every_key_is_described() -> None:

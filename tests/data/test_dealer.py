@@ -49,7 +49,7 @@ def test_a_part_of_a_span_can_be_settled() -> None:
 
 def test_a_worker_that_leaves_gives_back_the_rest_of_its_shard() -> None:
     dealer, state = dealer_of(8), DealState()
-    state, spans = dealer.deal(state, "a", 2)
+    state, _ = dealer.deal(state, "a", 2)
     state = dealer.release(state, "a")
     state, others = dealer.deal(state, "b", 6)
     assert [(s.start, s.stop, s.epoch) for s in others] == [(2, 8, 0)]

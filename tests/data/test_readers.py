@@ -63,7 +63,7 @@ def test_one_bad_file_among_many_in_a_folder_is_skipped_and_reported(tmp_path: P
     documents, report = read(tmp_path, ".")
     assert documents == ["good"]
     assert report.num_skipped == 2
-    assert [str(s) for s in report.skipped][0] == "c.jpg: files named .jpg are of no known kind"
+    assert str(report.skipped[0]) == "c.jpg: files named .jpg are of no known kind"
     assert report.skipped[1].file == "b.txt" and "byte offset 0" in report.skipped[1].reason
     assert "b.txt" not in report.sentence() and "2 records or files skipped" in report.sentence()
 

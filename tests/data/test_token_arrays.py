@@ -49,7 +49,7 @@ def test_a_cut_array_is_an_error(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(1000, dtype=np.uint16))
     data = (tmp_path / "a.npy").read_bytes()
     (tmp_path / "a.npy").write_bytes(data[:-100])
-    with pytest.raises(DataError, match="is not a whole .npy array"):
+    with pytest.raises(DataError, match=r"is not a whole \.npy array"):
         open_tokens(tmp_path / "a.npy")
 
 

@@ -39,11 +39,11 @@ class ReadOptions(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)  # a later minor version may add fields
 
     format: Format = "auto"
-    text_field: str = Field("text", min_length=1, max_length=200)
+    text_field: str = Field(default="text", min_length=1, max_length=200)
     token_type: TokenType = "uint16"
     seq_len: int = Field(ge=1, le=1 << 20)
-    validation: float = Field(0.05, ge=0, lt=1)
-    max_bytes: int = Field(0, ge=0)
+    validation: float = Field(default=0.05, ge=0, lt=1)
+    max_bytes: int = Field(default=0, ge=0)
 
 
 class DataConfig(BaseModel):
@@ -52,27 +52,27 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     shared: str | tuple[str, ...] | None = Field(
-        None,
+        default=None,
         description="the coordinator's data, dealt to the workers: `python-stdlib`, a file, a folder, a saved "
         "`datasets` directory, or a list of paths and globs",
     )
     private: bool = Field(
-        False, description="every worker reads files of its own (`join --data`), which never leave it"
+        default=False, description="every worker reads files of its own (`join --data`), which never leave it"
     )
-    listed: str | None = Field(None, description="a manifest of files of which every worker has its own copy")
-    format: Format = Field("auto", description="how files are read; `auto` goes by their names")
+    listed: str | None = Field(default=None, description="a manifest of files of which every worker has its own copy")
+    format: Format = Field(default="auto", description="how files are read; `auto` goes by their names")
     text_field: str = Field(
-        "text", min_length=1, max_length=200, description="field or column that holds the text of a record"
+        default="text", min_length=1, max_length=200, description="field or column that holds the text of a record"
     )
-    token_type: TokenType = Field("uint16", description="what a raw `.bin` file of tokens holds")
+    token_type: TokenType = Field(default="uint16", description="what a raw `.bin` file of tokens holds")
     tokenizer: TokenizerConfig = Field(
-        TokenizerConfig(), description='`"model"` for the model\'s own, or a table with `train` or `path`'
+        default=TokenizerConfig(), description='`"model"` for the model\'s own, or a table with `train` or `path`'
     )
-    seq_len: int = Field(256, ge=1, le=1 << 20, description="tokens in a training sequence")
+    seq_len: int = Field(default=256, ge=1, le=1 << 20, description="tokens in a training sequence")
     validation: float | tuple[str, ...] = Field(
-        0.05, description="share of the text held out by whole documents, or a list of files that are held out"
+        default=0.05, description="share of the text held out by whole documents, or a list of files that are held out"
     )
-    max_bytes: int = Field(0, ge=0, description="stop reading after this many bytes of text; 0 for no limit")
+    max_bytes: int = Field(default=0, ge=0, description="stop reading after this many bytes of text; 0 for no limit")
 
     @model_validator(mode="after")
     def _one_access(self) -> DataConfig:
