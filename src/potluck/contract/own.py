@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Verdict:
 def check_file(path: Path, told: Callable[[Verdict], None] = lambda _: None) -> list[Verdict]:
     """Run the five checks on every strategy in a file. RecipeError if it does not load or holds none."""
     module = load_file(path)
-    found = [
+    found: list[type[Any]] = [
         value
         for value in vars(module).values()
         if inspect.isclass(value) and value.__module__ == module.__name__ and all(hasattr(value, p) for p in _parts)
@@ -54,7 +54,7 @@ def check_file(path: Path, told: Callable[[Verdict], None] = lambda _: None) -> 
     return verdicts
 
 
-def _check(strategy: type[Strategy], reference: Callable[[Problem], Any] | None) -> Any:
+def _check(strategy: type[Any], reference: Callable[[Problem], Any] | None) -> Iterator[Verdict]:
     """One verdict after another."""
     try:
         config = strategy.Config()
@@ -78,7 +78,10 @@ def _check(strategy: type[Strategy], reference: Callable[[Problem], Any] | None)
     for name, check in plan:
         if check is None:
             yield Verdict(
-                strategy=strategy.__name__, check=name, passed=None, detail="the file has no function reference(problem)"
+                strategy=strategy.__name__,
+                check=name,
+                passed=None,
+                detail="the file has no function reference(problem)",
             )
             continue
         try:

@@ -42,10 +42,12 @@ class CheckpointConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    every_rounds: int = Field(10, ge=1, description="rounds between checkpoints; the last round is always saved")
-    keep: int = Field(2, ge=1, description="how many checkpoints are kept")
+    every_rounds: int = Field(
+        default=10, ge=1, description="rounds between checkpoints; the last round is always saved"
+    )
+    keep: int = Field(default=2, ge=1, description="how many checkpoints are kept")
     durability: str = Field(
-        "process",
+        default="process",
         pattern="^(process|power)$",
         description="what a committed round survives: the death of the process, or a power cut (an fsync each round)",
     )
@@ -56,7 +58,9 @@ class ValidationConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    every_rounds: int = Field(5, ge=0, description="rounds between validations; 0 for only the first and the last")
+    every_rounds: int = Field(
+        default=5, ge=0, description="rounds between validations; 0 for only the first and the last"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +97,9 @@ class Coordinator:
             run=facts, config=plan.fleet, roster=self.roster, ledger=ledger, objects=objects, params=params,
             data=deck, scratch=folder, clock=clock, executor=executor,
         )  # fmt: skip
+        self.fleet.lost = lambda worker, reason: self.tell("lost", reason, worker=worker, reason=reason)
         self.intake = Intake(self.fleet, clock, executor)
+        self.intake.noted = lambda worker, text: self.tell("note", f"{worker}: {text}", worker=worker)
         self.state: State | None = None
         self.losses: dict[int, float] = {}  # validation loss by round
         self.stop_reason = ""
@@ -335,4 +341,4 @@ def vars_of(state: State) -> Mapping[str, Any]:
 def write_metrics(path: Path, event: Event) -> None:
     """Append one line to metrics.jsonl (docs/metrics.md)."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": event.at, "kind": event.kind, **event.detail}) + "\n")
+        file.write(json.dumps({"time": event.at, "kind": event.kind, "text": event.text, **event.detail}) + "\n")

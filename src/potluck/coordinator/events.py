@@ -16,7 +16,7 @@ class Event:
     - `waiting`: reason                    what the run waits for
     - `round`: round, loss, workers, tokens, bytes, seconds    a round was committed
     - `discarded`: round, reason           a round was discarded
-    - `lost`, `refused`: worker, reason    a piece of work was given up, a result refused
+    - `lost`: worker, reason             a piece of work was given up, or its result refused
     - `validation`: round, loss
     - `checkpoint`: path
     - `model`: path                        the model directory was written

@@ -6,13 +6,23 @@ from pydantic import BaseModel, ConfigDict, Field
 class FleetConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    min_workers: int = Field(1, ge=1, description="a round starts when this many workers are here")
-    heartbeat_s: float = Field(2.0, gt=0, description="seconds between signs of life; a worker is gone after 3 missed")
-    reconnect_s: float = Field(6.0, gt=0, description="seconds a worker may be away before its work is given up")
-    no_progress_s: float = Field(300.0, gt=0, description="seconds without a step or a byte before work is given up")
-    deadlines: bool = Field(True, description="give up on work that takes far longer than the worker's past predicts")
-    quarantine_after: int = Field(
-        3, ge=1, description="refused results in a row after which a worker gets no more work"
+    min_workers: int = Field(default=1, ge=1, description="a round starts when this many workers are here")
+    heartbeat_s: float = Field(
+        default=2.0, gt=0, description="seconds between signs of life; a worker is gone after 3 missed"
     )
-    max_update_norm: float = Field(0.0, ge=0, description="largest L2 norm of an update; 0 for no limit")
-    max_discarded_rounds: int = Field(5, ge=1, description="the run stops after this many discarded rounds in a row")
+    reconnect_s: float = Field(
+        default=6.0, gt=0, description="seconds a worker may be away before its work is given up"
+    )
+    no_progress_s: float = Field(
+        default=300.0, gt=0, description="seconds without a step or a byte before work is given up"
+    )
+    deadlines: bool = Field(
+        default=True, description="give up on work that takes far longer than the worker's past predicts"
+    )
+    quarantine_after: int = Field(
+        default=3, ge=1, description="refused results in a row after which a worker gets no more work"
+    )
+    max_update_norm: float = Field(default=0.0, ge=0, description="largest L2 norm of an update; 0 for no limit")
+    max_discarded_rounds: int = Field(
+        default=5, ge=1, description="the run stops after this many discarded rounds in a row"
+    )

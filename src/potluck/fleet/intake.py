@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,7 @@ from potluck.fleet.roster import LeaseId, Member
 from potluck.protocol import pb
 from potluck.storage.digest import check_digest
 from potluck.types.errors import Refused
+from potluck.types.ids import WorkerId
 
 MAX_SCALARS_BYTES = 65536
 MAX_RESULTS = 256
@@ -31,6 +32,7 @@ MAX_ERROR_LENGTH = 500
 class Intake:
     def __init__(self, fleet: LiveFleet, clock: Clock, executor: Executor) -> None:
         self._fleet, self._clock, self._executor = fleet, clock, executor
+        self.noted: Callable[[WorkerId, str], None] = lambda _worker, _text: None  # hears what workers remark
         self.inline: dict[tuple[str, LeaseId], dict[str, Tensor]] = {}  # what came on Data, until its result does
 
     async def report(self, member: Member, report: pb.Report) -> None:
@@ -38,7 +40,10 @@ class Intake:
         now = self._clock.now()
         member.last_seen = now
         member.local_version = report.local_version[:200]
-        member.note = report.note[:MAX_ERROR_LENGTH] or member.note
+        note = report.note[:MAX_ERROR_LENGTH]
+        if note and note != member.note:
+            member.note = note
+            self.noted(member.id, note)
         if report.leaving and not member.leaving:
             member.leaving = True
             self._fleet.roster.signal()

@@ -39,6 +39,7 @@ from potluck.types.profile import DeviceProfile
 
 max_task_failures = 3
 tick_s = 0.5
+late_slack_s = 5.0
 
 
 class DataPlane(Protocol):
@@ -91,6 +92,7 @@ class LiveFleet:
         self.versions: dict[str, str] = {}  # the committed pinned state of each worker
         self._num_outputs = 0
         self.phase = "starting"
+        self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of work that was given up
 
     @property
     def run(self) -> RunFacts:
@@ -181,6 +183,7 @@ class LiveFleet:
             for lease in list(self.book.open.values()):
                 if reason := loss(lease, self.roster.members.get(lease.worker), now, self.config):
                     self._give_up(lease, reason)
+                    self.lost(lease.worker, reason)
                     await self._executor.run(self._log_loss, lease, reason)
 
     def _log_loss(self, lease: OpenLease, reason: str) -> None:
@@ -195,6 +198,7 @@ class LiveFleet:
     async def fail(self, lease: OpenLease, reason: str) -> None:
         """The worker could not do it, or its result was refused."""
         self._give_up(lease, reason, failed=True)
+        self.lost(lease.worker, reason)
         await self._executor.run(self._log_loss, lease, reason)
 
     async def accept(
@@ -305,21 +309,22 @@ class LiveFleet:
                 if row.status == "open" and task_key not in self._now.replies:
                     running.setdefault(task_key, []).append(self._attach(row, attempt=self._now.attempt, expects=None))
         while missing := [k for k in bag if k not in self._now.replies]:
-            for task_key in missing:
-                for lease in [x for x in running.get(task_key, []) if x.outcome.done()]:
-                    running[task_key].remove(lease)
-                    if isinstance(lost := lease.outcome.result(), Lost) and lost.failed:
-                        failures.setdefault(task_key, []).append(lost.reason)
+            for task_key, lease in [(k, x) for k, leases in running.items() for x in leases if x.outcome.done()]:
+                running[task_key].remove(lease)
+                outcome = lease.outcome.result()
+                if isinstance(outcome, ReplyRow):
+                    took.append(self._clock.now() - lease.issued_at)
+                elif outcome.failed:
+                    failures.setdefault(task_key, []).append(outcome.reason)
                 if len(failures.get(task_key, [])) >= max_task_failures:
                     raise RoundFailed(
                         f"{bag[task_key].task} failed {max_task_failures} times: {failures[task_key][-1]}"
                     )
             await self._hand_out(bag, missing, running, took)
-            waiting = [x.outcome for leases in running.values() for x in leases if not x.outcome.done()]
+            waiting = [x.outcome for leases in running.values() for x in leases]
             change = asyncio.ensure_future(self.roster.change())
             await asyncio.wait([*waiting, change], return_when=asyncio.FIRST_COMPLETED, timeout=tick_s)
             change.cancel()
-            took = [self._clock.now() - x.issued_at for leases in running.values() for x in leases if x.outcome.done()]
         for leases in running.values():
             for lease in leases:
                 if not lease.outcome.done():

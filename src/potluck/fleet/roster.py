@@ -72,8 +72,8 @@ def decide(members: Iterable[Member], now: float, config: FleetConfig) -> tuple[
     for member in sorted(members, key=lambda m: m.id):
         if member.quarantined:
             reasons.append(f"{member.id} is quarantined: {member.quarantined}")
-        elif not member.connected or (gone := absence(member, now, config)):
-            reasons.append((member.connected and gone) or absence(member, now, config) or f"{member.id} is away")
+        elif gone := absence(member, now, config) or ("" if member.connected else f"{member.id} is away"):
+            reasons.append(gone)
         else:
             here.append(member.info)
     return tuple(here), "; ".join(reasons)

@@ -13,17 +13,19 @@ class InnerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="adamw, or plain sgd without momentum")
-    lr: float = Field(4e-4, gt=0, description="peak learning rate")
-    warmup: float = Field(0.05, ge=0, lt=1, description="share of the run in which the rate rises linearly from 0")
-    schedule: Literal["cosine", "constant"] = Field("cosine", description="what the rate does after warm-up")
-    min_lr_fraction: float = Field(0.1, ge=0, le=1, description="where the cosine ends, as a share of lr")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled decay of tensors with two or more dimensions")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's averaging coefficients")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 turns clipping off")
-    batch_size: int = Field(8, ge=1, description="sequences in a micro-batch of one worker")
-    accumulation: int = Field(1, ge=1, description="micro-batches in one inner step")
+    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="adamw, or plain sgd without momentum")
+    lr: float = Field(default=4e-4, gt=0, description="peak learning rate")
+    warmup: float = Field(
+        default=0.05, ge=0, lt=1, description="share of the run in which the rate rises linearly from 0"
+    )
+    schedule: Literal["cosine", "constant"] = Field(default="cosine", description="what the rate does after warm-up")
+    min_lr_fraction: float = Field(default=0.1, ge=0, le=1, description="where the cosine ends, as a share of lr")
+    weight_decay: float = Field(default=0.1, ge=0, description="decoupled decay of tensors with two or more dimensions")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's averaging coefficients")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
+    clip: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 turns clipping off")
+    batch_size: int = Field(default=8, ge=1, description="sequences in a micro-batch of one worker")
+    accumulation: int = Field(default=1, ge=1, description="micro-batches in one inner step")
 
     @property
     def sequences_per_step(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -31,11 +32,13 @@ from potluck.types.params import Params
 class DiLoCoConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_inner_steps: int = Field(100, ge=1, description="H: inner steps of each worker in a round")
-    outer_lr: float = Field(0.7, gt=0, description="eta: size of the outer step")
-    outer_momentum: float = Field(0.9, ge=0, lt=1, description="mu: Nesterov momentum; 0.6 suits runs of few rounds")
+    num_inner_steps: int = Field(default=100, ge=1, description="H: inner steps of each worker in a round")
+    outer_lr: float = Field(default=0.7, gt=0, description="eta: size of the outer step")
+    outer_momentum: float = Field(
+        default=0.9, ge=0, lt=1, description="mu: Nesterov momentum; 0.6 suits runs of few rounds"
+    )
     min_reply_fraction: float = Field(
-        0.5, gt=0, le=1, description="a round with fewer replies than this share of its workers is discarded"
+        default=0.5, gt=0, le=1, description="a round with fewer replies than this share of its workers is discarded"
     )
 
 
@@ -55,8 +58,8 @@ def inner(replica: Replica, *, theta: Tensor, num_steps: int, progress: tuple[fl
 
 
 class DiLoCo:  # the half that runs on the coordinator
-    Config = DiLoCoConfig
-    State = DiLoCoState
+    Config: ClassVar[type[BaseModel]] = DiLoCoConfig
+    State: ClassVar[type[State]] = DiLoCoState
 
     def __init__(self, config: DiLoCoConfig) -> None:
         self.config = config

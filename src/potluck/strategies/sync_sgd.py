@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -33,7 +34,7 @@ class SyncSGDConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     min_reply_fraction: float = Field(
-        0.5, gt=0, le=1, description="a step with fewer replies than this share of its workers is discarded"
+        default=0.5, gt=0, le=1, description="a step with fewer replies than this share of its workers is discarded"
     )
 
 
@@ -51,8 +52,8 @@ def gradient(replica: Replica, *, theta: Tensor, num_sequences: int) -> Result:
 
 
 class SyncSGD:
-    Config = SyncSGDConfig
-    State = SyncSGDState
+    Config: ClassVar[type[BaseModel]] = SyncSGDConfig
+    State: ClassVar[type[State]] = SyncSGDState
 
     def __init__(self, config: SyncSGDConfig) -> None:
         self.config = config

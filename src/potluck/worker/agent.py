@@ -131,6 +131,11 @@ class Agent:
             raise Refused(f"the coordinator's description of the run cannot be read: {error}") from error
         if self.spec is not None and spec.run_id != self.spec.run_id:
             raise Refused(f"the coordinator now serves run {spec.run_id} and this worker joined {self.spec.run_id}")
+        allowed = {digest for _, digest in self.introduction.strategies}
+        if spec.strategy_digest and spec.strategy_digest not in allowed:
+            raise Refused(
+                f"the run uses {spec.strategy}, which is not among the files of --allow-strategy; nothing ran"
+            )
         self.spec = spec
         self.link.set(connection)
         if self.runner is None:

@@ -44,7 +44,7 @@ async def equip(
 
     def build() -> Trainer:
         install_tasks(spec.strategy)
-        replica = TorchReplica(spec, device=device, num_threads=num_threads)
+        replica = TorchReplica(spec, device=device, num_threads=num_threads, max_memory_bytes=max_memory_bytes)
         return Trainer(replica, run_folder, note)
 
     sources = await files.run(

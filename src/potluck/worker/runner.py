@@ -1,4 +1,4 @@
-"""Does the work a worker is told to do: one task at a time, from its inputs on disk to its result at the coordinator."""
+"""Does the work a worker is told to do, one task at a time: from inputs on disk to a result at the coordinator."""
 
 from __future__ import annotations
 
@@ -173,12 +173,16 @@ class Runner:
         with self.sources.open(lease) as source:
             replica = self.trainer.prepare(lease, source, pinned=pinned)
             if function.kind == "session":
-                post = Post(lambda: self._loop.call_soon_threadsafe(self.changed.set))
+                post = Post(self._emitted)
                 replica.mailbox = self.posts[lease_id(lease)] = post
             result = function.function(replica, **arguments)
             if pinned:
                 self.trainer.keep(lease, source)
         return result
+
+    def _emitted(self) -> None:
+        """In the compute thread: a session has something to report."""
+        self._loop.call_soon_threadsafe(self.changed.set)
 
     async def _deliver(self, lease: pb.Lease, result: Result, seconds: float) -> None:
         answer = pb.TaskResult(

@@ -80,11 +80,13 @@ class Sources:
     def _own(self, lease: pb.Lease, batch_size: int) -> Fed:
         if self.own is None:
             raise DataError("this run trains on private text and none was given; start the worker with --data FILE")
-        options = {"seq_len": self.spec.seq_len, "vocab_size": self.vocab_size}
+        seq_len, vocab_size = self.spec.seq_len, self.vocab_size
         if lease.held_out:
-            parts = [open_shard(s.path, **options) for s in self.own.validation]
+            parts = [open_shard(s.path, seq_len=seq_len, vocab_size=vocab_size) for s in self.own.validation]
             return Fed(batch for part in parts for batch in held_out_batches(part, batch_size))
-        private = PrivateSource(self.own.shards, seed=self.spec.seed, batch_size=batch_size, **options)
+        private = PrivateSource(
+            self.own.shards, seq_len=seq_len, vocab_size=vocab_size, seed=self.spec.seed, batch_size=batch_size
+        )
         return Fed(private, private)
 
     def _sequences(self, span: Span) -> Sequences:

@@ -69,11 +69,12 @@ class Trainer:
             return
         try:
             tensors, scalars = self._folder.load_version(version)
+            self._replica.restore_local_state(tensors, scalars)
         except CorruptError as error:
             self._note(f"{error}; the inner optimizer starts afresh")
+            self._replica.reset_local_state()
             return
-        self._cursor = scalars.pop("cursor", {})
-        self._replica.restore_local_state(tensors, scalars)
+        self._cursor = scalars.get("cursor", {})
 
     def keep(self, lease: pb.Lease, source: Source) -> None:
         """Write the state after the task beside the one before it. In the compute thread."""

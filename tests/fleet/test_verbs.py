@@ -1,0 +1,240 @@
+"""The verbs of a fleet, by toy strategies on the virtual clock, through the shipping hosts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from potluck.clock import InlineExecutor, SystemClock, ThreadExecutor, VirtualClock, run_virtual
+from potluck.contract.problem import Problem
+from potluck.fleet.config import FleetConfig
+from potluck.protocol import pb
+from potluck.simulator.world import World
+from potluck.strategies.fleet import Fleet, Reply, WorkerInfo
+from potluck.strategies.run import RunFacts
+from potluck.strategies.state import State
+from potluck.strategies.strategy import RoundBytes
+from potluck.strategies.task import BoundTask, Result, task
+from potluck.types.errors import RoundFailed, RunStopped
+
+
+class NoSettings(BaseModel):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen(State):
+    """A state that keeps what its rounds brought."""
+
+    values: tuple[Any, ...] = ()
+
+
+class Toy:
+    """A strategy whose round is a function of state and fleet that returns what it saw."""
+
+    Config: ClassVar[type[BaseModel]] = NoSettings
+    State: ClassVar[type[State]] = Seen
+
+    def __init__(self, play: Callable[[Seen, Fleet], Any]) -> None:
+        self._play = play
+
+    def init(self, run: RunFacts) -> Seen:
+        return Seen(params=run.initial)
+
+    async def run_round(self, state: Seen, fleet: Fleet) -> Seen:
+        seen = await self._play(state, fleet)
+        return replace(state, round=state.round + 1, values=(*state.values, *seen))
+
+    def estimate(self, run: RunFacts) -> RoundBytes:
+        return RoundBytes(up=0, down=0)
+
+
+@task("toy.multiply")
+def multiply(replica: object, *, a: Tensor, b: Tensor) -> Result:
+    return Result({"rows": len(a)}, inline={"c": a @ b})
+
+
+@task("toy.count")
+def count(replica: object, *, number: int) -> Result:
+    return Result({"number": number})
+
+
+@task("toy.fail")
+def fail(replica: object, *, number: int) -> Result:
+    raise ValueError(f"number {number} cannot be done")
+
+
+@task("toy.session", kind="session")
+def session(replica: Any, *, num_steps: int) -> Result:
+    total = 0
+    for step in range(num_steps):
+        replica.mailbox.emit(step, {"step": step}, {})
+        total += replica.mailbox.take(step)["value"]
+    return Result({"total": total})
+
+
+def second(_: pb.Lease) -> float:
+    return 1.0
+
+
+def play(
+    folder: Path,
+    rounds: Callable[[Seen, Fleet], Any],
+    *,
+    num_rounds: int = 1,
+    costs: dict[str, Callable[[pb.Lease], float]] | None = None,
+    disturb: Callable[[World], Any] | None = None,
+    **fleet: Any,
+) -> tuple[Seen, World]:
+    costs = costs or {"w1": second, "w2": second}
+    problem = Problem(num_rounds=num_rounds, validate=False)
+    problem.fleet = FleetConfig(min_workers=len(costs), **{"no_progress_s": 20.0, **fleet})
+
+    async def main() -> tuple[Seen, World]:
+        world = World(
+            problem.plan(Toy(rounds)), problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor
+        )
+        for name, cost_s in costs.items():
+            world.add(name, cost_s=cost_s)
+        await world.start()
+        if disturb is not None:
+            await disturb(world)
+        state = await world.finish()
+        assert isinstance(state, Seen)
+        return state, world
+
+    return run_virtual(main())
+
+
+def test_map_carries_inline_tensors_both_ways(tmp_path: Path) -> None:
+    a, b = torch.arange(12.0).reshape(4, 3), torch.eye(3) * 2
+
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        tasks = [multiply.bind(a=a[i : i + 1], b=b) for i in range(4)]
+        replies = await fleet.map(tasks, key="tiles")
+        product = torch.cat([r.inline["c"] for r in replies])
+        assert torch.equal(product, a @ b)
+        return [int(r.scalars["rows"]) for r in replies]
+
+    state, _ = play(tmp_path, rounds)
+    assert state.values == (1, 1, 1, 1)
+
+
+def test_map_gives_the_work_of_a_dead_worker_to_another(tmp_path: Path) -> None:
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        replies = await fleet.map([count.bind(number=i) for i in range(6)], key="bag")
+        return [(r.scalars["number"], r.worker) for r in replies]
+
+    async def disturb(world: World) -> None:
+        await world.clock.sleep(3.5)
+        await world.crash("w2")
+
+    state, _ = play(tmp_path, rounds, costs={"w1": second, "w2": lambda _: 1e4}, disturb=disturb)
+    assert [n for n, _ in state.values] == list(range(6))
+    assert {w for _, w in state.values} == {"w1"}
+
+
+def test_a_slow_copy_loses_against_a_second_one(tmp_path: Path) -> None:
+    """Near the end the slowest task is issued twice and the first valid reply wins."""
+
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        return [r.worker for r in await fleet.map([count.bind(number=i) for i in range(4)], key="bag")]
+
+    state, world = play(
+        tmp_path, rounds, costs={"w1": second, "w2": lambda _: 1000.0}, no_progress_s=5000.0, deadlines=False
+    )
+    assert set(state.values) == {"w1"}
+    assert world.trace[-1][0] - world.trace[0][0] < 60.0
+
+
+def test_a_task_that_fails_everywhere_ends_the_round_with_its_reason(tmp_path: Path) -> None:
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        return [r.scalars for r in await fleet.map([fail.bind(number=7)], key="bag")]
+
+    with pytest.raises(RunStopped, match="number 7 cannot be done"):
+        play(tmp_path, rounds, max_discarded_rounds=1, quarantine_after=10)
+
+
+def test_next_takes_replies_as_they_come(tmp_path: Path) -> None:
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        def offer(worker: WorkerInfo) -> BoundTask:
+            return count.bind(number=state.round)
+
+        seen: list[Reply] = [await fleet.next(offer, key=f"arrival-{i}") for i in range(5)]
+        return [r.worker for r in seen]
+
+    state, _ = play(tmp_path, rounds, num_rounds=2, costs={"w1": lambda _: 1.0, "w2": lambda _: 4.0})
+    assert len(state.values) == 10
+    assert state.values.count("w1") > 2 * state.values.count("w2") > 0
+
+
+def test_next_delivers_again_what_a_discarded_round_took(tmp_path: Path) -> None:
+    """A reply counts as consumed when a state that used it commits."""
+    attempts: list[list[str]] = []
+
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        keys = [(await fleet.next(lambda w: count.bind(number=1), key=f"arrival-{i}")).key for i in range(2)]
+        attempts.append(keys)
+        if len(attempts) == 1:
+            raise RoundFailed("just this once")
+        return keys
+
+    state, _ = play(tmp_path, rounds)
+    assert attempts[0] == attempts[1] == list(state.values)
+
+
+def test_call_needs_its_minimum_of_replies(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        calls.append(len(fleet.workers()))
+        work = {w.id: count.bind(number=1) for w in fleet.workers()}
+        got = await fleet.call(work, key="c", min_replies=2)
+        return [r.worker for r in got.replies]
+
+    def hang_once() -> Callable[[pb.Lease], float]:
+        times = iter([100.0])
+        return lambda _: next(times, 1.0)
+
+    state, world = play(tmp_path, rounds, costs={"w1": second, "w2": hang_once()})
+    assert state.values == ("w1", "w2")
+    reasons = [e.detail["reason"] for e in world.events if e.kind == "discarded"]
+    assert len(reasons) >= 1 and all("1 of 2 workers replied and 2 must" in r for r in reasons)
+    assert "w2 has made no progress" in reasons[0]
+
+
+def test_a_session_emits_and_takes_by_steps(tmp_path: Path) -> None:
+    """Sessions block their thread, so they run on a real clock."""
+
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        worker = fleet.workers()[0].id
+        await fleet.open(worker, session.bind(num_steps=3), key="talk")
+        seen: list[Any] = []
+        for step in range(3):
+            reply = await fleet.receive("talk", step)
+            seen.append(reply.scalars["step"])
+            await fleet.send("talk", step, {"value": 10 + step})
+        return seen
+
+    problem = Problem(num_rounds=1, validate=False)
+    problem.fleet = FleetConfig(heartbeat_s=0.2)
+
+    async def main() -> Seen:
+        world = World(
+            problem.plan(Toy(rounds)), problem.make_deck, tmp_path, clock=SystemClock(), make_executor=ThreadExecutor
+        )
+        world.add("w1")
+        await world.start()
+        state = await asyncio.wait_for(world.finish(), 30)
+        assert isinstance(state, Seen)
+        return state
+
+    assert asyncio.run(main()).values == (0, 1, 2)
