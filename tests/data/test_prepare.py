@@ -112,6 +112,7 @@ def test_the_tokenizer_learns_nothing_from_validation_documents(corpus: Path) ->
     tokenizer = TextTokenizer.open(data.folder / "tokenizer")
     assert len(tokenizer.encode([" zyzzyva"])[0]) > 4
     assert data.num_documents == 40 and data.num_validation_documents == 1
+    assert data.report.num_documents == 41
     assert set(documents(stream(data.validation, data), data)[0].split()[:5]) == {"zyzzyva"}
 
 
@@ -157,7 +158,7 @@ def test_a_full_disk_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("potluck.data.prepare.pack", full)
-    with pytest.raises(ResourceError, match=r"cache has [\d,]+ MB free and the prepared data needs more"):
+    with pytest.raises(ResourceError, match=r"cache has [\d,]+ bytes free and more is needed"):
         prepare(corpus)
     assert list((corpus.parent / "cache").iterdir()) == []
 
@@ -201,6 +202,18 @@ def test_private_data_is_prepared_with_the_tokenizer_that_was_sent(corpus: Path,
     assert data.vocab_size == tokenizer.vocab_size and data.num_documents == 36
     assert [s.file for s in data.report.skipped] == ["bad.txt"]
     assert set(documents(stream(data.shards, data), data)[:-1]) <= {p.read_text() for p in corpus.glob("[0-9]*.txt")}
+
+
+def test_tokens_must_fit_the_models_vocabulary(corpus: Path) -> None:
+    config = DataConfig.model_validate({"shared": str(corpus), "tokenizer": BPE, "seq_len": 16})
+    options: dict[str, Any] = {"seed": 1, "base": corpus, "cache_dir": corpus.parent / "cache"}
+    data = prepare_shared(config, **options)
+    assert data.highest_token < data.vocab_size
+    assert prepare_shared(config, **options, vocab_size=data.highest_token + 1) == data
+    with pytest.raises(
+        DataError, match=r"holds token \d+ and the model's vocabulary has 50 entries; use the model's own"
+    ):
+        prepare_shared(config, **options, vocab_size=50)
 
 
 def test_arrays_of_tokens_need_no_tokenizer(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def own_shards(tmp_path: Path) -> tuple[PackedShard, ...]:
 
 
 def private(shards: tuple[PackedShard, ...], cursor: Cursor | None = None, batch_size: int = 3) -> PrivateSource:
-    return PrivateSource(shards, seq_len=4, vocab_size=81, seed=5, batch_size=batch_size, cursor=cursor or Cursor())
+    return PrivateSource(shards, seq_len=4, seed=5, batch_size=batch_size, cursor=cursor or Cursor())
 
 
 def test_private_data_is_read_once_per_epoch_for_ever(own_shards: tuple[PackedShard, ...]) -> None:

@@ -104,7 +104,7 @@ class ListedFiles:
         stat = path.stat()
         mark = [stat.st_size, stat.st_mtime_ns, self._options.token_type]
         known = self._known.get(str(path))
-        if known is None or known[:3] != mark:
+        if known is None or known[:3] != mark or len(known) != 5:
             highest = highest_token(path, self._array(path)) if source.kind == "tokens" else 0
             known = [*mark, str(digest_file(path)), highest]
             self._known[str(path)] = known

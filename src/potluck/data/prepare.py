@@ -7,7 +7,6 @@ prepare the same data at once.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -37,10 +36,11 @@ from potluck.data.sources import Source, corpus_digest, find_sources
 from potluck.data.token_arrays import check_vocabulary, document_stops, highest_token, open_tokens, token_type_for
 from potluck.data.tokenizer import TextTokenizer, copy_tokenizer, pack_tokenizer, train_bpe
 from potluck.storage.digest import digest_bytes
-from potluck.types.errors import DataError, ResourceError
+from potluck.types.disk import full_disk_named
+from potluck.types.errors import DataError
 from potluck.types.ids import Digest
 
-_version = 1
+_version = 2
 _max_training_chars = 200_000_000  # of text that a tokenizer is trained on; its memory grows with it
 _block_sequences = 64  # arrays of tokens without an end-of-text token: this many sequences are a document
 
@@ -53,7 +53,8 @@ class PreparedData:
     corpus_digest: Digest  # of the training files' names and contents
     folder: Path
     seq_len: int
-    vocab_size: int
+    vocab_size: int  # the tokenizer's
+    highest_token: int  # that occurs
     shards: tuple[PackedShard, ...]
     validation: tuple[PackedShard, ...]
     num_documents: int
@@ -122,7 +123,8 @@ def prepare_shared(
     """The coordinator's data. Blocks for seconds or more: call it in an executor.
 
     `base` is what relative paths are relative to, `model_tokenizer` the directory that `tokenizer = "model"` means,
-    `vocab_size` the model's, needed only for arrays of tokens without a tokenizer. `tell` hears what is being done.
+    `vocab_size` the model's, if it is known: tokens must fit it, and arrays of tokens without a tokenizer need it.
+    `tell` hears what is being done.
     Raises DataError, and ResourceError if the disk is full.
     """
     sources, unknown = find_sources(config.paths, format=config.format, base=base)
@@ -185,25 +187,24 @@ def _prepare(job: _Job, cache_dir: Path) -> PreparedData:
     corpus = corpus_digest(job.sources)
     digest = _digest(job, corpus)
     final = cache_dir / f"data-{digest.split(':')[-1][:32]}"
-    ready = _open(final, digest)
-    if ready is not None:
-        return ready
-    try:
+    data = _open(final, digest) or _made(job, cache_dir, final, {"digest": digest, "corpus_digest": corpus})
+    if job.vocab_size and data.highest_token >= job.vocab_size:
+        raise DataError(
+            f"the data holds token {data.highest_token} and the model's vocabulary has {job.vocab_size:,} entries; "
+            "use the model's own tokenizer or set its `vocab_size`"
+        )
+    return data
+
+
+def _made(job: _Job, cache_dir: Path, final: Path, names: dict[str, Any]) -> PreparedData:
+    with full_disk_named(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=cache_dir, ignore_cleanup_errors=True) as name:
-            made = Path(name) / "data"
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=cache_dir, ignore_cleanup_errors=True) as scratch:
+            made = Path(scratch) / "data"
             made.mkdir()
-            facts = _make(job, made, Path(name))
-            facts |= {"digest": digest, "corpus_digest": corpus, "seq_len": job.options.seq_len}
+            facts = {**_make(job, made, Path(scratch)), **names, "seq_len": job.options.seq_len}
             (made / "prepared.json").write_text(json.dumps(facts), encoding="utf-8")
-            return _publish(made, final, digest)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            free = shutil.disk_usage(cache_dir).free
-            raise ResourceError(
-                f"the disk of {cache_dir} has {free / 1e6:,.0f} MB free and the prepared data needs more; make room"
-            ) from error
-        raise
+            return _publish(made, final, names["digest"])
 
 
 def _digest(job: _Job, corpus: Digest) -> Digest:
@@ -255,8 +256,10 @@ def _make(job: _Job, folder: Path, scratch: Path) -> dict[str, Any]:
         validation, range(len(validation)), seq_len=seq_len, token_type=token_type, folder=folder / "validation"
     )
     kept = sum(sum(s.num_sequences for s in part) * seq_len + 1 for part in (shards, held_out) if part)
+    arrays = (*training.arrays, *validation.arrays)
     return {
         "vocab_size": vocab_size,
+        "highest_token": max((highest_token(folder, array) for array in arrays), default=0),
         "shards": [[s.path.name, s.digest, s.num_sequences, s.num_bytes] for s in shards],
         "validation": [[s.path.name, s.digest, s.num_sequences, s.num_bytes] for s in held_out],
         "num_documents": len(training),
@@ -284,9 +287,11 @@ def _from_text(job: _Job, folder: Path, scratch: Path) -> tuple[TokenDocuments, 
         tokenizer = copy_tokenizer(job.tokenizer_dir, folder / "tokenizer")
     job.tell("tokenising")
     training = tokenise(texts(False), tokenizer, scratch / "training.bin")
-    kept_out = job.reader(job.held_out).documents() if job.held_out else texts(True)
+    held_out = job.reader(job.held_out)
+    kept_out = held_out.documents() if job.held_out else texts(True)
     validation = tokenise(kept_out, tokenizer, scratch / "validation.bin")
-    return training, validation, tokenizer.vocab_size, reader.report()
+    report = reader.report().joined(held_out.report()) if job.held_out else reader.report()
+    return training, validation, tokenizer.vocab_size, report
 
 
 def _sample(texts: Iterator[str], num_chars: int) -> Iterator[str]:

@@ -49,6 +49,16 @@ class ReadReport:
         skipped = f"; {self.num_skipped:,} records or files skipped" if self.num_skipped else ""
         return f"{self.num_documents:,} documents, {self.num_bytes / 1e6:.1f} MB of text{end}{skipped}"
 
+    def joined(self, other: ReadReport) -> ReadReport:
+        """Of two readings together."""
+        return ReadReport(
+            num_documents=self.num_documents + other.num_documents,
+            num_bytes=self.num_bytes + other.num_bytes,
+            num_skipped=self.num_skipped + other.num_skipped,
+            skipped=(*self.skipped, *other.skipped)[:_max_reported],
+            truncated=self.truncated or other.truncated,
+        )
+
     def to_json(self) -> dict[str, Any]:
         skipped = [[s.file, s.line, s.reason] for s in self.skipped]
         return {

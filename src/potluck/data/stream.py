@@ -50,24 +50,31 @@ def stream_sequences(tokens: TokenArray, seq_len: int) -> Sequences:
 
 
 def open_shard(path: Path, *, seq_len: int, vocab_size: int) -> Sequences:
-    """A packed shard, mapped into memory. CorruptError if it does not hold sequences of this run."""
-    bundle = Bundle.open(path)
-    try:
-        rows = bundle.tensor("tokens").numpy()
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise CorruptError(f"{path.name} holds no tokens ({error}) and is no data shard; fetch it again") from error
-    if rows.ndim != 2 or rows.shape[1] != seq_len + 1 or rows.dtype.kind not in "iu" or not len(rows):
-        raise CorruptError(
-            f"shard {path.name} holds {rows.dtype} {list(rows.shape)} and this run needs whole numbers "
-            f"[any, {seq_len + 1}]; fetch it again"
-        )
-    low, high = int(rows.min()), int(rows.max())
+    """A packed shard that came from elsewhere, mapped into memory and read once to check its tokens.
+
+    CorruptError if it does not hold sequences of this run.
+    """
+    sequences = _map_shard(path, seq_len)
+    low, high = int(sequences.rows.min()), int(sequences.rows.max())
     if low < 0 or high >= vocab_size:
         raise CorruptError(
             f"shard {path.name} holds tokens from {low} to {high} and the vocabulary has {vocab_size:,} entries; "
             "fetch it again"
         )
-    return Sequences(rows, bundle)
+    return sequences
+
+
+def _map_shard(path: Path, seq_len: int) -> Sequences:
+    with Bundle.open(path) as bundle:
+        if "tokens" not in bundle.entries:
+            raise CorruptError(f"{path.name} holds no tokens and is no data shard; fetch it again")
+        rows = bundle.tensor("tokens").numpy()  # outlives the bundle
+    if rows.ndim != 2 or rows.shape[1] != seq_len + 1 or rows.dtype.kind not in "iu" or not len(rows):
+        raise CorruptError(
+            f"shard {path.name} holds {rows.dtype} {list(rows.shape)} and this run needs whole numbers "
+            f"[any, {seq_len + 1}]; fetch it again"
+        )
+    return Sequences(rows)
 
 
 class SpanSource:
@@ -142,13 +149,14 @@ class PrivateSource:
         shards: Sequence[PackedShard],
         *,
         seq_len: int,
-        vocab_size: int,
         seed: int,
         batch_size: int,
         cursor: Cursor = START,
     ) -> None:
-        self._parts = [open_shard(s.path, seq_len=seq_len, vocab_size=vocab_size) for s in shards]
-        self._ends = np.cumsum([len(p) for p in self._parts])
+        self._shards = tuple(shards)
+        self._seq_len = seq_len
+        self._parts: dict[int, Sequences] = {}  # mapped when first read
+        self._ends = np.cumsum([s.num_sequences for s in shards])
         self.num_sequences = int(self._ends[-1])
         self._seed = seed
         self._batch_size = batch_size
@@ -181,6 +189,8 @@ class PrivateSource:
     def _row(self, index: int) -> Tensor:
         part = int(np.searchsorted(self._ends, index, side="right"))
         start = int(self._ends[part - 1]) if part else 0
+        if part not in self._parts:  # made and checked on this machine
+            self._parts[part] = _map_shard(self._shards[part].path, self._seq_len)
         return self._parts[part].take(np.array([index - start]))
 
 

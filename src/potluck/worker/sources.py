@@ -84,9 +84,7 @@ class Sources:
         if lease.held_out:
             parts = [open_shard(s.path, seq_len=seq_len, vocab_size=vocab_size) for s in self.own.validation]
             return Fed(batch for part in parts for batch in held_out_batches(part, batch_size))
-        private = PrivateSource(
-            self.own.shards, seq_len=seq_len, vocab_size=vocab_size, seed=self.spec.seed, batch_size=batch_size
-        )
+        private = PrivateSource(self.own.shards, seq_len=seq_len, seed=self.spec.seed, batch_size=batch_size)
         return Fed(private, private)
 
     def _sequences(self, span: Span) -> Sequences:
