@@ -126,6 +126,12 @@ class ObjectStore:
 
     # Objects on their way
 
+    def arrived(self, digest: Digest) -> int:
+        """Bytes of an object on its way that are here: where its sender may go on. 0 if there are none."""
+        with self._lock:
+            partial = self._partials.get(digest)
+            return partial.offset if partial else _size(self._partial_folder / file_name(digest))
+
     def begin(self, digest: Digest, size: int) -> PartialObject:
         """Begin or go on to receive an object of `size` bytes; `offset` of the result says from where.
 

@@ -1,89 +1,283 @@
-"""Draft transfers, to be replaced by their owner's."""
+"""Objects over a link: fetch and push on the worker's side, serve_get and serve_put on the coordinator's.
+
+A transfer goes on where it stopped. The receiver says how many bytes it holds, and only what follows is sent. Chunks
+carry a checksum; a broken one, or a whole that does not match its digest, is asked for again. Nothing here waits
+for a time: the holder of a link decides when a lack of progress ends it.
+
+Files are read and written, and chunks checked, in the executor, a few chunks at a time while the next ones travel.
+Both ends hold at most two such batches; beyond that the channel makes the sender wait.
+"""
+
 from __future__ import annotations
-from collections.abc import Callable
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
 from potluck.clock import Executor
 from potluck.protocol import pb
-from potluck.protocol.frames import CHUNK_BYTES, pack_chunk, unpack_chunk
-from potluck.storage.objects import ObjectStore
+from potluck.protocol.frames import CHUNK_BYTES, CHUNK_HEADER_BYTES, pack_chunk, unpack_chunk
+from potluck.storage.digest import check_digest
+from potluck.storage.objects import ObjectStore, PartialObject
 from potluck.transport.connection import Channel, Connection
-from potluck.types.errors import ConnectionLost, Refused
+from potluck.types.errors import ConnectionLost, CorruptError, DataError, Refused
 from potluck.types.ids import Digest
 
-def _read(path: Path, offset: int) -> bytes:
-    with path.open("rb") as f:
-        f.seek(offset)
-        return pack_chunk(offset, f.read(CHUNK_BYTES))
+BATCH_CHUNKS = 4
+MAX_VAIN_TRIES = 3
+"""Corrupt transfers in a row that bring no byte further; after them the error is raised."""
 
-async def fetch(connection: Connection, digest: Digest, store: ObjectStore, executor: Executor, on_progress: Callable[[int], None] | None = None) -> Path:
-    if store.has(digest):
-        return store.path(digest)
-    channel = await connection.open("GetObject")
-    try:
-        await channel.send(pb.GetObject(digest=digest, offset=0).SerializeToString())
-        info = pb.ObjectInfo.FromString(await channel.receive() or b"")
-        if info.error:
-            raise Refused(info.error)
-        partial = await executor.run(store.begin, digest, info.size)
-        while partial.offset < info.size:
-            frame = await channel.receive()
-            if frame is None:
-                raise ConnectionLost("short")
-            offset, data = unpack_chunk(frame)
-            await executor.run(partial.write, offset, data)
-            if on_progress:
-                on_progress(partial.offset)
-        await executor.run(partial.finish)
-    finally:
-        await channel.close()
+Progress = Callable[[int], None]
+"""Hears how many bytes of the object are at the receiver."""
+
+
+M = TypeVar("M", pb.GetObject, pb.ObjectInfo, pb.PutAck)
+
+
+async def fetch(
+    connection: Connection, digest: Digest, store: ObjectStore, executor: Executor, on_progress: Progress | None = None
+) -> Path:
+    """Have an object in `store`, from the coordinator as far as it is not here; its path.
+
+    ConnectionLost: call it again on the next connection, it goes on. Refused, ResourceError, and CorruptError when
+    the object arrives corrupt again and again.
+    """
+    tries = _Tries()
+    while not await executor.run(store.has, digest):
+        held_bytes = await executor.run(store.arrived, digest)
+        with tries.counted(held_bytes):
+            await _fetch_rest(connection, digest, held_bytes, store, executor, on_progress or _silent)
     return store.path(digest)
 
-async def push(connection: Connection, digest: Digest, path: Path, purpose: str, executor: Executor, on_progress: Callable[[int], None] | None = None) -> None:
-    size = path.stat().st_size
-    channel = await connection.open("PutObject")
+
+async def push(
+    connection: Connection, digest: Digest, path: Path, purpose: str, executor: Executor,
+    on_progress: Progress | None = None,
+) -> None:  # fmt: skip
+    """Bring the file at `path`, whose digest is `digest`, to the coordinator. Errors as in `fetch`."""
+    tries = _Tries()
+    source = await executor.run(_Source, path)
     try:
-        await channel.send(pb.ObjectInfo(digest=digest, size=size, purpose=purpose).SerializeToString())
-        ack = pb.PutAck.FromString(await channel.receive() or b"")
-        offset = ack.offset
-        while offset < size and not ack.done:
-            frame = await executor.run(_read, path, offset)
-            await channel.send(frame)
-            offset += len(frame) - 16
-        while not ack.done:
-            message = await channel.receive()
-            if message is None:
-                raise ConnectionLost("short")
-            ack = pb.PutAck.FromString(message)
+        info = pb.ObjectInfo(digest=digest, size=source.size, purpose=purpose)
+        done = False
+        while not done:
+            done = await _push_rest(connection, info, source, executor, on_progress or _silent, tries)
     finally:
-        await channel.close()
+        await executor.run(source.close)
+
 
 async def serve_get(channel: Channel, store: ObjectStore, executor: Executor, allow: Callable[[Digest], bool]) -> None:
-    request = pb.GetObject.FromString(await channel.receive() or b"")
-    digest = Digest(request.digest)
-    if not allow(digest) or not store.has(digest):
-        await channel.send(pb.ObjectInfo(digest=digest, error="not here").SerializeToString())
-        return
-    size = store.size(digest)
-    await channel.send(pb.ObjectInfo(digest=digest, size=size).SerializeToString())
-    offset = request.offset
-    while offset < size:
-        frame = await executor.run(_read, store.path(digest), offset)
-        await channel.send(frame)
-        offset += len(frame) - 16
+    """Answer a GetObject stream. Refused if `allow` says no or the object is not here."""
+    request = _parse(pb.GetObject, await channel.receive())
+    digest = check_digest(request.digest)
+    if not allow(digest) or not await executor.run(store.has, digest):
+        raise Refused(f"the object {digest} is not to be had here, or not by this worker")
+    source = await executor.run(_Source, store.path(digest))
+    try:
+        await channel.send(pb.ObjectInfo(digest=digest, size=source.size).SerializeToString())
+        # Whoever holds more than the whole object holds something else: it gets all of it.
+        await _send_chunks(channel, source, request.offset if request.offset <= source.size else 0, executor)
+    finally:
+        await executor.run(source.close)
 
-async def serve_put(channel: Channel, store: ObjectStore, executor: Executor, admit: Callable[[pb.ObjectInfo], None]) -> Digest:
-    info = pb.ObjectInfo.FromString(await channel.receive() or b"")
+
+async def serve_put(
+    channel: Channel, store: ObjectStore, executor: Executor, admit: Callable[[pb.ObjectInfo], None]
+) -> Digest:
+    """Answer a PutObject stream; the object's digest once it is stored whole. `admit` may raise Refused."""
+    info = _parse(pb.ObjectInfo, await channel.receive())
+    digest = check_digest(info.digest)
     admit(info)
-    digest = Digest(info.digest)
-    if not store.has(digest):
+    if not await executor.run(store.has, digest):
         partial = await executor.run(store.begin, digest, info.size)
         await channel.send(pb.PutAck(offset=partial.offset).SerializeToString())
-        while partial.offset < info.size:
-            frame = await channel.receive()
-            if frame is None:
-                raise ConnectionLost("short")
-            offset, data = unpack_chunk(frame)
-            await executor.run(partial.write, offset, data)
+        async with aclosing(_take_chunks(channel, partial, partial.offset, executor)) as arriving:
+            async for safe_bytes in arriving:
+                await channel.send(pb.PutAck(offset=safe_bytes).SerializeToString())
         await executor.run(partial.finish)
     await channel.send(pb.PutAck(offset=info.size, done=True).SerializeToString())
     return digest
+
+
+# The worker's side of one stream
+
+
+async def _fetch_rest(
+    connection: Connection, digest: Digest, held_bytes: int, store: ObjectStore, executor: Executor, told: Progress
+) -> None:  # fmt: skip
+    channel = await connection.open("GetObject")
+    try:
+        await channel.send(pb.GetObject(digest=digest, offset=held_bytes).SerializeToString())
+        info = _parse(pb.ObjectInfo, await channel.receive())
+        partial = await executor.run(store.begin, digest, info.size)
+        start = held_bytes if held_bytes <= info.size else 0
+        async with aclosing(_take_chunks(channel, partial, start, executor)) as arriving:
+            async for safe_bytes in arriving:
+                told(safe_bytes)
+    finally:
+        await channel.close()
+    await executor.run(partial.finish)
+
+
+async def _push_rest(
+    connection: Connection, info: pb.ObjectInfo, source: _Source, executor: Executor, told: Progress, tries: _Tries
+) -> bool:  # fmt: skip
+    """Send what the coordinator lacks; False if it arrived corrupt and may be tried again."""
+    channel = await connection.open("PutObject")
+    try:
+        await channel.send(info.SerializeToString())
+        ack = _parse(pb.PutAck, await channel.receive())
+        if not ack.done and ack.offset > source.size:
+            raise Refused(f"the coordinator holds {ack.offset} bytes of an object of {source.size} bytes")
+        with tries.counted(ack.offset):
+            told(ack.offset)
+            if not ack.done:
+                await _send_and_hear(channel, source, ack.offset, executor, told)
+            return True
+    finally:
+        await channel.close()
+    return False
+
+
+async def _send_and_hear(channel: Channel, source: _Source, offset: int, executor: Executor, told: Progress) -> None:
+    """Send chunks and take acknowledgements at once, until one says that all is done."""
+
+    async def hear() -> None:
+        done = False
+        while not done:
+            ack = _parse(pb.PutAck, await channel.receive())
+            done = ack.done
+            told(ack.offset)
+
+    hearing = asyncio.ensure_future(hear())
+    sending = asyncio.ensure_future(_send_chunks(channel, source, offset, executor))
+    try:
+        await asyncio.wait((hearing, sending), return_when=asyncio.FIRST_COMPLETED)
+        if not hearing.done() and not isinstance(sending.exception(), ConnectionLost | Refused | None):
+            await sending  # this side's own error, such as a file that went away
+        await hearing  # the coordinator's reason, where sending only saw the stream end
+    finally:
+        for task in (hearing, sending):
+            task.cancel()
+        await asyncio.gather(hearing, sending, return_exceptions=True)
+
+
+# Both sides: chunks out of a file, chunks into a partial object
+
+
+async def _send_chunks(channel: Channel, source: _Source, offset: int, executor: Executor) -> None:
+    """Everything from `offset` on; the next batch is read while one is sent."""
+    reading = asyncio.ensure_future(executor.run(source.frames, offset))
+    try:
+        while frames := await reading:
+            offset += sum(map(len, frames)) - len(frames) * CHUNK_HEADER_BYTES
+            reading = asyncio.ensure_future(executor.run(source.frames, offset))
+            for frame in frames:
+                await channel.send(frame)
+    finally:
+        await _settle(reading)
+
+
+async def _take_chunks(
+    channel: Channel, partial: PartialObject, offset: int, executor: Executor
+) -> AsyncGenerator[int, None]:
+    """Write what arrives from `offset` on; yields how many bytes are safe, until that is all of them."""
+    writing: asyncio.Future[int] | None = None
+    try:
+        while offset < partial.size and partial.offset < partial.size:
+            frames: list[bytes] = []
+            while offset < partial.size and _has_time(frames, writing):
+                frame = await channel.receive()
+                if frame is None:
+                    raise ConnectionLost(f"the stream ended at byte {offset} of {partial.size}")
+                frames.append(frame)
+                offset += max(len(frame) - CHUNK_HEADER_BYTES, 0)
+            if writing is not None:
+                yield await writing
+            writing = asyncio.ensure_future(executor.run(_write, partial, frames))
+        if writing is not None:
+            yield await writing
+    finally:
+        if writing is not None:
+            await _settle(writing)
+
+
+def _has_time(frames: list[bytes], writing: asyncio.Future[int] | None) -> bool:
+    """Whether to receive more before the next write: at least one frame, and more while the last write still runs."""
+    return not frames or (writing is not None and not writing.done() and len(frames) < BATCH_CHUNKS)
+
+
+def _write(partial: PartialObject, frames: list[bytes]) -> int:
+    for frame in frames:
+        partial.write(*unpack_chunk(frame))
+    return partial.offset
+
+
+async def _settle(work: asyncio.Future[Any]) -> None:
+    """Let file work end, whatever its outcome: nobody may close or go on with the file before."""
+    while not work.done():
+        await asyncio.wait((work,))
+    if not work.cancelled():
+        work.exception()
+
+
+class _Source:
+    """A file that is sent. Open throughout, so that it may be removed meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file: BinaryIO = path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read to send it ({error.strerror or error})") from error
+        self._path = path
+        self.size = path.stat().st_size
+
+    def frames(self, offset: int) -> list[bytes]:
+        """The next batch of chunk frames; empty at the end."""
+        self._file.seek(offset)
+        frames: list[bytes] = []
+        while len(frames) < BATCH_CHUNKS and offset < self.size:
+            data = self._file.read(min(CHUNK_BYTES, self.size - offset))
+            if not data:
+                raise DataError(f"{self._path} became shorter than {self.size} bytes while it was sent; do not edit it")
+            frames.append(pack_chunk(offset, data))
+            offset += len(data)
+        return frames
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Tries:
+    """Counts corrupt transfers that brought no byte further."""
+
+    def __init__(self) -> None:
+        self._best, self._vain = -1, 0
+
+    @contextmanager
+    def counted(self, held_bytes: int) -> Iterator[None]:
+        """Swallows a CorruptError as long as another try makes sense. `held_bytes`: at the receiver, before it."""
+        if held_bytes > self._best:
+            self._best, self._vain = held_bytes, 0
+        try:
+            yield
+        except CorruptError:
+            self._vain += 1
+            if self._vain >= MAX_VAIN_TRIES:
+                raise
+
+
+def _parse(kind: type[M], data: bytes | None) -> M:
+    """A message from the network. Refused where it is not one, ConnectionLost where the stream ended instead."""
+    if data is None:
+        raise ConnectionLost(f"the stream ended and a {kind.__name__} was due")
+    try:
+        return kind.FromString(data)
+    except Exception as error:  # protobuf runtimes differ in what they raise
+        raise Refused(f"a {kind.__name__} cannot be read") from error
+
+
+def _silent(num_bytes: int) -> None:
+    """No one listens to the progress."""

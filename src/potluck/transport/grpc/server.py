@@ -184,7 +184,7 @@ class _CoordinatorEnd:
 
     async def _read(self) -> Outcome:
         try:
-            message = await self._context.read()
+            message: Any = await self._context.read()
         except (Exception, asyncio.CancelledError):
             return self._gone()
         if isinstance(message, bytes):
