@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -136,6 +137,9 @@ def join(
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
     """Give this machine to a run, on your terms."""
+    # Before torch is loaded: threads that wait by spinning would slow down whatever else runs on this machine, and are
+    # several times slower themselves where they must share a core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from potluck.cli.joining import run_worker
     from potluck.cli.units import parse_bytes, parse_hours
     from potluck.worker.options import JoinOptions
@@ -209,10 +213,17 @@ def generate(
     """Let a trained model write."""
     from potluck.models.generate import generate as write
 
-    text = write(
-        model_dir, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, device=device
-    )
-    print(text)
+    pieces = [prompt]
+
+    def show(piece: str) -> None:
+        print("".join(pieces) + piece, end="", flush=True)
+        pieces.clear()
+
+    write(
+        model_dir, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
+        device=device, on_text=show,
+    )  # fmt: skip
+    print("".join(pieces))
 
 
 @app.command()

@@ -8,6 +8,7 @@ for comparison: DiLoCo with one worker, eta = 1 and mu = 0 is plain training wit
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ async def run_demo(folder: Path | None, overrides: list[str]) -> dict[str, Any]:
     tell(view, f"For comparison, one worker alone with its share of the work ({format_count(share(together))} tokens):")
     alone_recipe = load_recipe("stdlib-gpt", [*overrides, *alone_settings(together)])
     options = HostOptions(recipe=alone_recipe, run_dir=run_dir / "alone", cache_dir=cache_folder())
-    alone = await Running(options, view, num_local=1).run()
+    num_threads = max(1, (os.cpu_count() or 1) // num_workers)  # no more of this machine than it had before
+    alone = await Running(options, view, num_local=1, num_threads=num_threads).run()
     if alone.stopped:
         raise RunStopped(f"the demo was {alone.stopped}; the model it trained before is in {together.model_dir}")
     text = await asyncio.to_thread(write_lines, Path(together.model_dir))

@@ -26,8 +26,9 @@ class Running:
     """One run from start to end. `heard` is called with each event after the view has shown it."""
 
     def __init__(
-        self, options: HostOptions, view: View, *, num_local: int = 0, heard: OnEvent = lambda _: None
-    ) -> None:
+        self, options: HostOptions, view: View, *, num_local: int = 0, num_threads: int = 0,
+        heard: OnEvent = lambda _: None,
+    ) -> None:  # fmt: skip
         self.options, self.view, self.num_local, self._heard = options, view, num_local, heard
         self.listening: Listening | None = None
         self._stop_reason, self._over = "", False
@@ -37,7 +38,7 @@ class Running:
         file = options.recipe.strategy.file
         self.workers = LocalWorkers(
             options.run_dir,
-            num_threads=max(1, (os.cpu_count() or 1) // max(1, num_local)),
+            num_threads=num_threads or max(1, (os.cpu_count() or 1) // max(1, num_local)),
             arguments=["--allow-strategy", str(file)] if file else [],
             ended=self._worker_ended,
         )

@@ -117,6 +117,7 @@ class View:
     def watch(self, status: Callable[[], Snapshot] | None) -> None:
         """Draw this run from now on; None for no run."""
         self._status = status
+        self._moved_since()
 
     def event(self, event: Event) -> None:
         """One line that stays."""

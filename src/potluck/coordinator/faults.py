@@ -29,8 +29,11 @@ KINDS = {
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name most like `name`, or "". Compares whole names and their last parts."""
+    """The known name most like `name`, or "": one with the same last part, else one spelt alike."""
     known = list(known)
+    same = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    if found := difflib.get_close_matches(name, same, n=1, cutoff=0.0):
+        return found[0]
     if found := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
         return found[0]
     lasts = {key.rpartition(".")[2]: key for key in reversed(known)}
@@ -41,7 +44,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def sentence(error: ValidationError, section: str, known: Sequence[str]) -> str:
     """The first thing that is wrong. `known` are the full keys there are, those of the section first."""
     faults = error.errors(include_url=False)
-    first = faults[0]
+    # Of a union's members the one that got furthest into the value knows best what is wrong.
+    inside = [fault for fault in faults if _key(section, fault).startswith(_key(section, faults[0]) + "[")]
+    first = (inside or faults)[0]
     key, value = _key(section, first), _shown(first["input"])
     if first["type"] == "extra_forbidden":
         near = nearest(key, known)

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
+from potluck.codecs.base import codec, codec_names
 from potluck.coordinator.core import CheckpointConfig, ValidationConfig
 from potluck.coordinator.faults import nearest, sentence
 from potluck.coordinator.shipped import shipped
@@ -34,9 +35,11 @@ class BudgetConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    tokens: int | None = Field(None, ge=1, description="tokens trained on, by all workers together")
-    rounds: int | None = Field(None, ge=1, description="committed rounds")
-    hours: float | None = Field(None, gt=0, description="hours spent in rounds, waiting for workers not counted")
+    tokens: int | None = Field(default=None, ge=1, description="tokens trained on, by all workers together")
+    rounds: int | None = Field(default=None, ge=1, description="committed rounds")
+    hours: float | None = Field(
+        default=None, gt=0, description="hours spent in rounds, waiting for workers not counted"
+    )
 
     @model_validator(mode="after")
     def _one(self) -> BudgetConfig:
@@ -49,13 +52,25 @@ class BudgetConfig(BaseModel):
         return Budget(tokens=self.tokens or 0, rounds=self.rounds or 0, hours=self.hours or 0.0)
 
 
+_known_codecs = ", ".join(f"`{name}`" for name in codec_names())
+
+
 class CodecConfig(BaseModel):
     """How parameters and updates are encoded on the way."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    up: str = Field("fp32", description="updates, from a worker to the coordinator")
-    down: str = Field("fp32", description="parameters, from the coordinator to the workers")
+    up: str = Field(default="fp32", description=f"updates, from a worker to the coordinator: {_known_codecs}")
+    down: str = Field(default="fp32", description="parameters, from the coordinator to the workers: the same choice")
+
+    @field_validator("up", "down")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        try:
+            codec(name)
+        except RecipeError as error:
+            raise ValueError(str(error)) from error
+        return name
 
 
 class StrategyConfig(BaseModel):
@@ -64,7 +79,7 @@ class StrategyConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(description="a shipped strategy, or `file.py:Class` for your own")
-    inner: InnerConfig = Field(InnerConfig(), description="the inner optimizer; see `[strategy.inner]`")
+    inner: InnerConfig = Field(default=InnerConfig(), description="the inner optimizer; see `[strategy.inner]`")
     settings: SerializeAsAny[BaseModel] = Field(description="the strategy's own settings, of its own type")
 
     @property
@@ -80,7 +95,9 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="letters, digits, `.`, `_` and `-`")
-    seed: int = Field(0, ge=0, lt=1 << 63, description="of the initial parameters, the order of data and all chance")
+    seed: int = Field(
+        default=0, ge=0, lt=1 << 63, description="of the initial parameters, the order of data and all chance"
+    )
     model: ModelConfig
     data: DataConfig
     budget: BudgetConfig

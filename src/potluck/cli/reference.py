@@ -1,0 +1,178 @@
+"""The pages of docs/ that are made from the code: `scripts/docs` writes them, a test says when they are stale."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from potluck.coordinator.recipe import SECTIONS, Recipe
+from potluck.coordinator.shipped import headline, shipped
+from potluck.data.config import TokenizerConfig
+from potluck.optim.inner import InnerConfig
+from potluck.strategies.registry import shipped as strategies
+from potluck.strategies.registry import strategy_type
+from potluck.types import errors
+
+MADE = "<!-- Made by scripts/docs from the code; do not edit. -->"
+
+RECIPES_HEAD = f"""{MADE}
+# Recipes
+
+A run is one TOML file. It is read strictly: an unknown key is an error that names the nearest one, and text is never
+taken for a number. `potluck recipes` lists the shipped recipes and `potluck recipes NAME` prints one to start from.
+
+`--set KEY=VALUE` overrides any key, as often as you like; the value is TOML, and a bare word is text:
+
+    potluck run stdlib-gpt --local 2 --set budget.rounds=2 --set strategy.inner.lr=1e-3 --set data.max_bytes=1000000
+
+Paths in a recipe file are relative to the file. In `--set` and in shipped recipes they are relative to the current
+directory. Setting one of several alternatives (`budget.rounds`) takes the place of the others (`budget.tokens`).
+
+When a run goes on, its name, seed, model, data and strategy must be the same as before; budget, codecs, fleet,
+checkpoints and validation may change.
+"""
+
+EXIT_CODES_HEAD = f"""{MADE}
+# Exit codes
+
+A command that ends because of something you can mend prints one sentence on standard error, without a traceback:
+what, the value measured, the limit, what to do. Its exit code says which kind it was:
+
+| code | means |
+| --- | --- |
+| 0 | done; also a run or worker that was asked to stop (`potluck stop`, one Ctrl-C, SIGTERM) and did so in good order |
+| 1 | {{one}}; with a traceback: our mistake, please report it |
+| 2 | the command line cannot be understood: an unknown command, flag or value |
+"""
+
+EXIT_CODES_TAIL = """| 130 | ended at once by a second Ctrl-C or SIGTERM; what was committed is safe |
+"""
+
+
+def recipes_page() -> str:
+    """docs/recipes.md."""
+    parts = [RECIPES_HEAD, "## Shipped recipes\n"]
+    parts += ["\n".join(f"- `{name}`: {headline(path)}" for name, path in shipped().items()) + "\n"]
+    parts += ["## Outside any section\n", _table(Recipe, only=("name", "seed"))]
+    for name, model in SECTIONS.items():
+        parts += [f"## [{name}]\n", *_about(model), _table(model)]
+        if name == "data":
+            parts += ["### data.tokenizer\n", *_about(TokenizerConfig), _table(TokenizerConfig)]
+    parts += ["## [strategy]\n", "The training method by its `name`, its own settings beside it, and `inner`.\n"]
+    for name in sorted(strategies):
+        kind = strategy_type(name)
+        module = inspect.getmodule(kind)
+        first = (inspect.getdoc(module) or "").partition("\n")[0]
+        parts += [f'### name = "{name}"\n', f"{first}\n", _table(kind.Config)]
+    parts += ["### strategy.inner\n", *_about(InnerConfig), _table(InnerConfig)]
+    return "\n".join(parts)
+
+
+def exit_codes_page() -> str:
+    """docs/exit_codes.md, from the tree in types/errors.py."""
+    kinds = list(_error_kinds())
+    about = _error_sentences()
+    one = next(about[kind.__name__] for kind in kinds if kind.exit_code == 1)
+    by_code: dict[int, list[type[errors.PotluckError]]] = {}
+    for kind in kinds:
+        by_code.setdefault(kind.exit_code, []).append(kind)
+    rows = [
+        f"| {code} | {'; '.join(dict.fromkeys(about[kind.__name__] for kind in same))} |\n"
+        for code, same in sorted(by_code.items())
+        if code != 1
+    ]
+    return EXIT_CODES_HEAD.format(one=one) + "".join(rows) + EXIT_CODES_TAIL
+
+
+def _error_kinds() -> Iterator[type[errors.PotluckError]]:
+    for value in vars(errors).values():
+        if inspect.isclass(value) and issubclass(value, errors.PotluckError):
+            yield value
+
+
+def _error_sentences() -> dict[str, str]:
+    """What each error of the tree in the module's docstring means."""
+    found: dict[str, str] = {}
+    for line in (errors.__doc__ or "").splitlines():
+        words = line.strip(" │├└─").split(maxsplit=2)
+        if len(words) == 3 and words[0].isidentifier() and words[1].isdigit():
+            found[words[0]] = words[2]
+    return found
+
+
+def _about(model: type[BaseModel]) -> list[str]:
+    """The model's own docstring, not one that it inherits."""
+    text = model.__dict__.get("__doc__")
+    first = inspect.cleandoc(text).partition("\n\n")[0] if text else ""
+    return [f"{first}\n"] if first and not first.startswith("The `[") else []
+
+
+def _table(model: type[BaseModel], only: tuple[str, ...] = ()) -> str:
+    rows = ["| key | value | default | |", "| --- | --- | --- | --- |"]
+    for name, field in model.model_fields.items():
+        if only and name not in only:
+            continue
+        about = (field.description or "").replace("|", "\\|")
+        rows.append(f"| `{name}` | {_kind(field.annotation)}{_limits(field)} | {_default(field)} | {about} |")
+    return "\n".join(rows) + "\n"
+
+
+def _kind(annotation: Any) -> str:
+    """A type in a reader's words."""
+    names = {
+        int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table", tuple: "list",
+    }  # fmt: skip
+    if annotation in names:
+        return names[annotation]
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return "table"
+    arguments = [a for a in get_args(annotation) if a is not type(None) and a is not Ellipsis]
+    if all(isinstance(a, str | int) for a in arguments):  # a Literal
+        return " or ".join(f"`{json.dumps(a)}`" for a in arguments)
+    if get_origin(annotation) in (tuple, list):
+        return f"list of {_kind(arguments[0])}s" if arguments[0] is not str else "list of texts"
+    if get_origin(annotation) is dict:
+        return "table"
+    return " or ".join(_kind(a) for a in arguments)
+
+
+def _limits(field: FieldInfo) -> str:
+    words = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
+    limits = [text.format(_number(value)) for item in field.metadata for name, text in words.items()
+              if (value := getattr(item, name, None)) is not None]  # fmt: skip
+    return f", {' and '.join(limits)}" if limits else ""
+
+
+def _number(value: float) -> str:
+    """Powers of two as such: 2^20 says more than 1048576."""
+    if isinstance(value, int) and value > 1024 and value & (value - 1) == 0:
+        return f"2^{value.bit_length() - 1}"
+    return f"{value:g}"
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return ""
+    if isinstance(value, BaseModel):
+        return "as below"
+    return f"`{json.dumps(value)}`"
+
+
+def main(folder: Path) -> None:
+    for name, text in (("recipes.md", recipes_page()), ("exit_codes.md", exit_codes_page())):
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
