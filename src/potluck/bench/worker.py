@@ -26,10 +26,10 @@ from potluck.worker.replica import TorchReplica
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model of GPT-2's family and its batches."""
+    """A model of GPT-2's family and its batches; the demo's by default."""
 
     n_layer: int = 4
-    n_embd: int = 256
+    n_embd: int = 128
     vocab_size: int = 4096
     seq_len: int = 256
     batch_size: int = 8
@@ -43,7 +43,7 @@ class Workload:
 
 
 small_vocabulary = Workload()
-large_vocabulary = Workload(n_layer=2, n_embd=128, vocab_size=50257)  # logits bigger than all else
+large_vocabulary = Workload(n_layer=2, vocab_size=50257, batch_size=4)  # logits bigger than all else
 
 
 def bench_worker(
@@ -147,7 +147,7 @@ def _plain_steps(
         nn.utils.clip_grad_norm_(model.parameters(), inner.clip)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return loss.item()
 
     return step
 

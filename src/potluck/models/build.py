@@ -34,7 +34,9 @@ def build(
     zero: for a model whose weights are loaded next. ModelError if transformers cannot build it.
     """
     if seed is None:
-        model = FlatModel(skeleton(config), device="cpu").module
+        flat = FlatModel(skeleton(config), device="cpu")
+        flat.vector.zero_()
+        model = flat.module
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

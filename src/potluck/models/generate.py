@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Gene
 def _tokens(model: Any, context: list[int], count: int, pick: Callable[[Tensor], int]) -> Iterator[int]:
     """`count` tokens after `context`. Where the model's positions end, it goes on from the later half of the text."""
     limit = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    given, kept = _cache_names(model)
     context = list(context)
     pending, cache = context[-limit:], None
     held = 0
@@ -85,12 +87,22 @@ def _tokens(model: Any, context: list[int], count: int, pick: Callable[[Tensor],
         if held + len(pending) > limit:
             pending, cache, held = context[-max(1, limit // 2) :], None, 0
         tokens = torch.tensor([pending], device=model.device)
-        output = model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True)
-        held, cache = held + len(pending), output.past_key_values
+        earlier = {} if cache is None else {given: cache}
+        output = model(input_ids=tokens, use_cache=True, return_dict=True, **earlier)
+        held, cache = held + len(pending), output[kept]
         token = pick(output.logits[0, -1].float().cpu())
         context.append(token)
         pending = [token]
         yield token
+
+
+def _cache_names(model: Any) -> tuple[str, str]:
+    """What the kept keys and values are called as an argument and in the output: renamed during transformers 5."""
+    given = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    probe = model(
+        input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=True, return_dict=True
+    )
+    return given, next(name for name in ("cache", "past_key_values") if name in probe)
 
 
 def _open(folder: Path) -> tuple[Any, Any]:

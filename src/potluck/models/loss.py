@@ -44,7 +44,7 @@ class TokenLoss:
         """The sum of token losses over `divisor`, to call backward on. Autocast as the precision says."""
         device_type = tokens.device.type
         with torch.autocast(device_type, dtype=self._autocast, enabled=self._autocast is not None):
-            return self._loss(tokens, divisor)
+            return self._loss(tokens, divisor, self._autocast)
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:
@@ -52,17 +52,17 @@ class TokenLoss:
         training = self._module.training
         self._module.eval()
         try:
-            return self._loss(tokens, 1).double()
+            return self._loss(tokens, 1, None).double()
         finally:
             self._module.train(training)
 
-    def _loss(self, tokens: Tensor, divisor: int) -> Tensor:
+    def _loss(self, tokens: Tensor, divisor: int, autocast: torch.dtype | None) -> Tensor:
         inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
         if 4 * targets.numel() * self._vocab_size > self._max_whole_bytes and self._is_split(inputs):
             hidden = _base(self._module)(input_ids=inputs, use_cache=False, return_dict=True)[0]
             weight = _head(self._module).weight
             hidden = hidden.reshape(-1, hidden.shape[-1])
-            return _LinearCrossEntropy.apply(hidden, weight, targets, self._chunk_rows, divisor, self._autocast)
+            return _LinearCrossEntropy.apply(hidden, weight, targets, self._chunk_rows, divisor, autocast)
         logits = self._module(input_ids=inputs, use_cache=False, return_dict=True).logits
         logits = logits.reshape(-1, logits.shape[-1]).float()
         if divisor == targets.numel():

@@ -207,9 +207,7 @@ class TorchReplica:
         if batch is None:
             return None
         if batch.dim() != 2 or batch.shape[1] != self._seq_len + 1 or not len(batch):
-            raise DataError(
-                f"a batch is {list(batch.shape)} and this run needs [any, {self._seq_len + 1}]; check the data"
-            )
+            raise DataError(f"a batch is {list(batch.shape)} and must be [any, {self._seq_len + 1}]; check the data")
         if len(batch) > limit:
             batch, self._left_over = batch[:limit], batch[limit:]
         return batch
