@@ -1,4 +1,4 @@
-"""Every strategy through the contract, on the virtual clock."""
+"""Every strategy through the contract: on the virtual clock over the memory transport, and over gRPC."""
 
 from __future__ import annotations
 
@@ -50,31 +50,36 @@ def case(request: pytest.FixtureRequest) -> Case:
     return cases[request.param]
 
 
+@pytest.fixture(params=["memory", "grpc"])
+def sockets(request: pytest.FixtureRequest) -> bool:
+    return request.param == "grpc"
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_one_worker_equals_a_plain_loop(case: Case, family: str, tmp_path: Path) -> None:
+def test_one_worker_equals_a_plain_loop(case: Case, family: str, sockets: bool, tmp_path: Path) -> None:
     problem = case.problem(family=family)
     problem.store_shards(tmp_path)
-    checks.equals_reference(problem, case.make, case.reference)
+    checks.equals_reference(problem, case.make, case.reference, sockets=sockets)
 
 
-def test_it_converges_with_losses(case: Case) -> None:
+def test_it_converges_with_losses(case: Case, sockets: bool) -> None:
     problem = case.problem(inner=InnerConfig(lr=1e-2, batch_size=8, warmup=0.1))
-    problem.num_rounds = 3 * case.num_rounds
-    checks.survives_losses(problem, case.make)
+    problem.num_rounds = case.num_rounds * (1 if sockets else 3)
+    checks.survives_losses(problem, case.make, sockets=sockets)
 
 
-def test_stop_and_resume_changes_nothing(case: Case) -> None:
-    checks.resumes_exactly(case.problem(), case.make)
+def test_stop_and_resume_changes_nothing(case: Case, sockets: bool) -> None:
+    checks.resumes_exactly(case.problem(), case.make, sockets=sockets)
 
 
-def test_the_same_seed_gives_the_same_trace(case: Case) -> None:
-    checks.same_trace(case.problem(), case.make)
+def test_the_same_seed_gives_the_same_trace(case: Case, sockets: bool) -> None:
+    checks.same_trace(case.problem(), case.make, sockets=sockets)
 
 
 @pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("int8", "bf16")])
-def test_it_moves_what_it_says(case: Case, codecs: tuple[str, str]) -> None:
+def test_it_moves_what_it_says(case: Case, codecs: tuple[str, str], sockets: bool) -> None:
     up, down = codecs
-    checks.moves_what_it_says(case.problem(up_codec=up, down_codec=down), case.make)
+    checks.moves_what_it_says(case.problem(up_codec=up, down_codec=down), case.make, sockets=sockets)
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
@@ -84,7 +89,7 @@ def test_synchronous_training_equals_one_machine_with_the_whole_batch(num_worker
     problem.store_shards(tmp_path)
     _, expected = references.sync_sgd(problem, num_workers)
     got = checks.run(problem, cases["sync_sgd"].make, num_workers=num_workers)
-    losses = [e for e in got.round_losses]
+    losses = got.round_losses
     assert len(losses) == 20
     assert losses[0] == pytest.approx(expected[0], rel=1e-6)
     assert losses == pytest.approx(expected, abs=1e-4)

@@ -9,20 +9,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.clock import InlineExecutor, SystemClock, ThreadExecutor, VirtualClock, run_virtual
 from potluck.contract.problem import Problem
 from potluck.coordinator.core import Plan
 from potluck.protocol import pb
+from potluck.simulator.networks import Sockets
 from potluck.simulator.world import World
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
@@ -35,6 +37,8 @@ Reference = Callable[[Problem], Tensor]
 """A plain PyTorch loop over `problem.num_rounds` rounds of one worker: the parameters it ends with, flat fp32."""
 
 step_cost_s = 1.0
+real_pace = 0.01
+T = TypeVar("T")
 
 
 class Broken(AssertionError):
@@ -55,8 +59,17 @@ class Outcome:
 
 
 def cost_s(lease: pb.Lease) -> float:
-    """A device that takes a second for a sequence's batch of work."""
+    """A device that takes a second for four sequences."""
     return step_cost_s * max(lease.num_sequences, 1) / 4.0
+
+
+class PacedThreads(ThreadExecutor):
+    """Real threads on a device so much slower than they are; a hundredth of the modelled time, to spare real time."""
+
+    async def run(self, fn: Callable[..., T], *args: Any, cost_s: float = 0.0) -> T:
+        result = await super().run(fn, *args)
+        await asyncio.sleep(cost_s * real_pace)
+        return result
 
 
 async def play(
@@ -66,12 +79,21 @@ async def play(
     *,
     num_workers: int,
     min_workers: int | None = None,
+    sockets: bool = False,
     disturb: Callable[[World], Awaitable[None]] | None = None,
     costs: Callable[[int], Callable[[pb.Lease], float]] = lambda _: cost_s,
 ) -> Outcome:
     """A whole run: start, let `disturb` do its worst, wait for the end."""
     problem.fleet = problem.fleet.model_copy(update={"min_workers": min_workers or num_workers})
-    world = World(problem.plan(make()), problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor)
+    clock, executor = (SystemClock(), PacedThreads) if sockets else (VirtualClock(), InlineExecutor)
+    world = World(
+        problem.plan(make()),
+        problem.make_deck,
+        folder,
+        clock=clock,
+        make_executor=executor,
+        network=Sockets() if sockets else None,
+    )
     for i in range(num_workers):
         world.add(f"w{i + 1}", link=Link(up_bytes_per_s=2e5, down_bytes_per_s=1e6, rtt_s=0.05), cost_s=costs(i))
     await world.clock.sleep(1.0)
@@ -92,14 +114,17 @@ async def play(
 
 
 def run(problem: Problem, make: MakeStrategy, **options: Any) -> Outcome:
-    """`play` on a fresh virtual clock and in a fresh folder."""
+    """`play` in a fresh folder: on a virtual clock, or with `sockets` over gRPC on a real one."""
     with tempfile.TemporaryDirectory(prefix="potluck-contract-") as folder:
-        return run_virtual(play(problem, make, Path(folder), **options))
+        playing = play(problem, make, Path(folder), **options)
+        return asyncio.run(playing) if options.get("sockets") else run_virtual(playing)
 
 
-def equals_reference(problem: Problem, make: MakeStrategy, reference: Reference, *, tolerance: float = 2e-6) -> None:
+def equals_reference(
+    problem: Problem, make: MakeStrategy, reference: Reference, *, tolerance: float = 2e-6, sockets: bool = False
+) -> None:
     """Check 1. `tolerance` bounds the largest difference of any parameter."""
-    got = run(problem, make, num_workers=1)
+    got = run(problem, make, num_workers=1, sockets=sockets)
     expected = reference(problem)
     difference = (got.params - expected).abs().max().item()
     start = torch.nn.utils.parameters_to_vector(problem.model().parameters())
@@ -109,20 +134,24 @@ def equals_reference(problem: Problem, make: MakeStrategy, reference: Reference,
         raise Broken(f"one worker differs from the plain loop by {difference:.2e}, more than {tolerance:.0e}")
 
 
-def survives_losses(problem: Problem, make: MakeStrategy, *, num_workers: int = 4, share_lost: float = 0.2) -> None:
+def survives_losses(
+    problem: Problem, make: MakeStrategy, *, num_workers: int = 4, share_lost: float = 0.2, sockets: bool = False
+) -> None:
     """Check 2: tasks hang until they are given up on, one worker goes for good; the loss still falls."""
     chance = random.Random(problem.seed)
-    hang_s = 2.0 * problem.fleet.no_progress_s
+    if sockets:
+        problem.fleet = problem.fleet.model_copy(update={"no_progress_s": 1.0, "heartbeat_s": 0.3, "reconnect_s": 1.0})
+    hang_s = 2.0 * problem.fleet.no_progress_s / (real_pace if sockets else 1.0)
 
     def costs(_: int) -> Callable[[pb.Lease], float]:
         return lambda lease: hang_s if lease.num_sequences and chance.random() < share_lost else cost_s(lease)
 
     async def disturb(world: World) -> None:
         while world.run is None or world.run.state is None or world.run.state.round < 1:
-            await world.clock.sleep(1.0)
+            await world.clock.sleep(0.1)
         await world.crash(f"w{num_workers}")
 
-    got = run(problem, make, num_workers=num_workers, min_workers=1, disturb=disturb, costs=costs)
+    got = run(problem, make, num_workers=num_workers, min_workers=1, disturb=disturb, costs=costs, sockets=sockets)
     first, last = got.losses[0], got.losses[max(got.losses)]
     if got.state.round != problem.num_rounds:
         raise Broken(f"the run ended after {got.state.round} of {problem.num_rounds} rounds")
@@ -131,10 +160,15 @@ def survives_losses(problem: Problem, make: MakeStrategy, *, num_workers: int = 
 
 
 def resumes_exactly(
-    problem: Problem, make: MakeStrategy, *, num_workers: int = 2, moments: Sequence[float] = (0.3, 0.55, 0.8)
+    problem: Problem,
+    make: MakeStrategy,
+    *,
+    num_workers: int = 2,
+    moments: Sequence[float] = (0.3, 0.55, 0.8),
+    sockets: bool = False,
 ) -> None:
     """Check 3. The coordinator dies at shares of the run's time, once with its workers and once without."""
-    undisturbed = run(problem, make, num_workers=num_workers)
+    undisturbed = run(problem, make, num_workers=num_workers, sockets=sockets)
     took_s = undisturbed.trace[-1][0] - undisturbed.trace[0][0]
     for with_workers in (False, True):
 
@@ -153,7 +187,7 @@ def resumes_exactly(
                 await world.start()
                 passed = world.clock.now() - begun
 
-        got = run(problem, make, num_workers=num_workers, disturb=disturb)
+        got = run(problem, make, num_workers=num_workers, disturb=disturb, sockets=sockets)
         if not torch.equal(got.params, undisturbed.params):
             difference = (got.params - undisturbed.params).abs().max().item()
             who = "coordinator and workers" if with_workers else "coordinator"
@@ -162,24 +196,26 @@ def resumes_exactly(
             raise Broken(f"{got.state.tokens} tokens after restarts and {undisturbed.state.tokens} without")
 
 
-def same_trace(problem: Problem, make: MakeStrategy, *, num_workers: int = 3) -> None:
-    """Check 4."""
-    one, two = (run(problem, make, num_workers=num_workers) for _ in range(2))
-    if one.trace != two.trace:
+def same_trace(problem: Problem, make: MakeStrategy, *, num_workers: int = 3, sockets: bool = False) -> None:
+    """Check 4. On a real clock events come when they come: there the losses and the parameters must be the same."""
+    one, two = (run(problem, make, num_workers=num_workers, sockets=sockets) for _ in range(2))
+    if one.round_losses != two.round_losses:
+        raise Broken(f"two runs have the losses {one.round_losses} and {two.round_losses}")
+    if one.trace != two.trace and not sockets:
         at = next((i for i, (a, b) in enumerate(zip(one.trace, two.trace, strict=False)) if a != b), -1)
         raise Broken(f"two runs differ from event {at}: {one.trace[at]} and {two.trace[at]}")
     if not torch.equal(one.params, two.params):
         raise Broken("two runs with the same trace have different parameters")
 
 
-def moves_what_it_says(problem: Problem, make: MakeStrategy, *, num_workers: int = 2) -> None:
+def moves_what_it_says(problem: Problem, make: MakeStrategy, *, num_workers: int = 2, sockets: bool = False) -> None:
     """Check 5: objects of the model's size, for each worker over the whole run."""
     problem.validate = False  # validation moves one more version
     problem.inner = problem.inner.model_copy(update={"warmup": 0.0})  # a step of rate 0 makes no new version to move
     strategy = make()
     plan = problem.plan(strategy)
     said = strategy.estimate(_facts(plan))
-    got = run(problem, make, num_workers=num_workers)
+    got = run(problem, make, num_workers=num_workers, sockets=sockets)
     for id in (f"w{i + 1}" for i in range(num_workers)):
         counted = (got.bytes_up.get(id, 0), got.bytes_down.get(id, 0))
         expected = (said.up * problem.num_rounds, said.down * problem.num_rounds)

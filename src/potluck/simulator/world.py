@@ -20,13 +20,13 @@ from potluck.coordinator.loop import train
 from potluck.coordinator.service import CoordinatorService
 from potluck.protocol import pb
 from potluck.protocol.frames import CHUNK_HEADER_BYTES, unpack_chunk
+from potluck.simulator.networks import Modelled, Network
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import RunSpec
 from potluck.strategies.state import State
 from potluck.transport.connection import Channel, Connection, Peer, Traffic
 from potluck.transport.memory import Link as NetworkLink
-from potluck.transport.memory import MemoryNetwork
-from potluck.types.errors import ConnectionLost, CorruptError
+from potluck.types.errors import CorruptError
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile
 from potluck.worker.agent import Agent, Introduction
@@ -60,17 +60,18 @@ class World:
         *,
         clock: Clock,
         make_executor: Callable[[], Executor],
+        network: Network | None = None,
     ) -> None:
         self.plan, self._make_deck, self.folder = plan, make_deck, folder
         self.clock, self._make_executor = clock, make_executor
-        self.network = MemoryNetwork(clock)
+        self.network = network or Modelled(clock)
+        self._executors: list[Executor] = []
         self.hosts: dict[WorkerId, Host] = {}
         self.events: list[Event] = []
         self.run: Coordinator | None = None
         self.last: Coordinator | None = None  # also after the end
         self.object_bytes_up: dict[str, int] = {}  # chunks of objects of the model's size, by worker
         self.object_bytes_down: dict[str, int] = {}
-        self._service: CoordinatorService | None = None
         self._training: asyncio.Task[State] | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -89,7 +90,7 @@ class World:
         """Start the coordinator, or start it again from what its folder holds."""
         home = self.folder / "coordinator"
         home.mkdir(parents=True, exist_ok=True)
-        executor = self._make_executor()
+        executor = self._executor()
         objects = ObjectStore(home / "objects")
         self.run = await Coordinator.open(
             self.plan, home, deck=self._make_deck(objects), objects=objects, clock=self.clock, executor=executor,
@@ -97,7 +98,7 @@ class World:
         )  # fmt: skip
         self.last = self.run
         self.run.traffic = self.traffic
-        self._service = CoordinatorService(self.run)
+        await self.network.open(CoordinatorService(self.run))
         self._watching = asyncio.create_task(self.run.fleet.watch())
         self._training = asyncio.create_task(train(self.run))
 
@@ -122,9 +123,7 @@ class World:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        self._service = None
-        for id in self.hosts:
-            self.network.cut(id)
+        await self.network.close()
         self.run.ledger.close()
         self.run = None
 
@@ -134,8 +133,16 @@ class World:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        await self.network.close()
         if self.run is not None:
             await self.run.close()
+        for executor in self._executors:
+            executor.close()
+
+    def _executor(self) -> Executor:
+        executor = self._make_executor()
+        self._executors.append(executor)
+        return executor
 
     # Workers
 
@@ -155,20 +162,18 @@ class World:
         host = self.hosts[id]
 
         async def connect() -> Connection:
-            if self._service is None:
-                raise ConnectionLost("the coordinator is down")
-            return Tap(await self.network.connect(self._service, Peer(id=id), host.link), self, id)
+            return Tap(await self.network.connect(Peer(id=id), host.link), self, id)
 
         async def equipped(spec: RunSpec, link: Link) -> Runner:
             assert host.agent is not None
             return await equip(
-                spec, link, folder=self.folder / id, device="cpu", clock=self.clock, compute=self._make_executor(),
-                files=self._make_executor(), note=host.agent.note, cost_s=host.cost_s,
+                spec, link, folder=self.folder / id, device="cpu", clock=self.clock, compute=self._executor(),
+                files=self._executor(), note=host.agent.note, cost_s=host.cost_s,
             )  # fmt: skip
 
         host.agent = Agent(
             Introduction(id=id, profile=DeviceProfile(device="cpu")), connect=connect, equip=equipped,
-            clock=self.clock, executor=self._make_executor(), told=host.notes.append,
+            clock=self.clock, executor=self._executor(), told=host.notes.append,
         )  # fmt: skip
         host.task = asyncio.create_task(host.agent.work())
 
