@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
@@ -147,6 +148,7 @@ def bench_convergence(
     *, seeds: Sequence[int] = (1,), setting: Setting | None = None, told: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """Losses, progress and bytes, each a mean over seeds; minutes of arithmetic."""
+    torch.set_num_threads(1)  # such small products gain little from a second, and lose much where cores are busy
     setting = setting or Setting()
     rows = [_one_seed(seed, setting, told) for seed in seeds]
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
