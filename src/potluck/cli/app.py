@@ -211,8 +211,10 @@ def generate(
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda:N or mps.")] = "auto",
 ) -> None:
     """Let a trained model write."""
+    from potluck.cli.quiet import quiet_libraries
     from potluck.models.generate import generate as write
 
+    quiet_libraries()
     pieces = [prompt]
 
     def show(piece: str) -> None:

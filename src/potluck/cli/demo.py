@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from potluck.cli.quiet import quiet_libraries
 from potluck.cli.running import Running
 from potluck.cli.runs import cache_folder, free_run
 from potluck.cli.units import format_bytes, format_count, format_seconds
@@ -39,6 +40,7 @@ comes back. It takes about 4 minutes on 2 cores. In everyday use the workers are
 
 async def run_demo(folder: Path | None, overrides: list[str]) -> dict[str, Any]:
     """The whole demo; what `demo --json` prints."""
+    quiet_libraries()
     view = View(Console(stderr=True, highlight=False))
     recipe = load_recipe("stdlib-gpt", [f"fleet.min_workers={num_workers}", *overrides])
     run_dir = free_run(folder or Path("runs") / "demo")

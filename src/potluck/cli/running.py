@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from potluck.cli.local import LocalWorkers
+from potluck.cli.quiet import quiet_libraries
 from potluck.cli.runs import cache_folder
 from potluck.cli.signals import graceful
 from potluck.cli.view import View
@@ -125,6 +126,7 @@ class Running:
 
 def run_recipe(recipe: Recipe, run_dir: Path, *, num_local: int = 0, address: str = "", port: int = 0) -> RunResult:
     """Host a run to its end and say how it went. Local workers need no address."""
+    quiet_libraries()
     if not num_local:
         address = address or f"{own_host()}:{port or default_port}"
     options = HostOptions(recipe=recipe, run_dir=run_dir, cache_dir=cache_folder(), address=address, port=port)
