@@ -50,7 +50,7 @@ class Admin:
                 uses=request.uses or 1,
                 hours=request.hours or 24.0,
                 role=role,
-            )  # fmt: skip
+            )
         )
         link = JoinLink(host=self._link.host, port=self._link.port, token=token, pin=self._link.pin)
         return link.format()

@@ -1,6 +1,6 @@
 """How long a worker may take for a task: from how long it took before.
 
-    deadline = p + max(k * MAD, 0.25 p, 5 s)        p = median seconds per unit of work * units
+deadline = p + max(k * MAD, 0.25 p, 5 s)        p = median seconds per unit of work * units
 """
 
 from __future__ import annotations

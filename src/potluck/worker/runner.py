@@ -233,7 +233,7 @@ class Runner:
                     self.folder.objects,
                     self._files,
                     on_progress=lambda n: self._moved("downloading", n),
-                )  # fmt: skip
+                )
             )
 
     def _moved(self, activity: str, num_bytes: int) -> None:
