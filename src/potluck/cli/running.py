@@ -104,7 +104,7 @@ class Running:
 
     def _event(self, event: Event) -> None:
         self._over = self._over or event.kind == "model"
-        if not (self._over and event.kind == "left"):  # that all go home now is no news
+        if not ((self._over or self._stop_reason) and event.kind == "left"):  # that all go home now is no news
             self.view.event(event)
         self._heard(event)
 

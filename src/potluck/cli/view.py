@@ -40,12 +40,24 @@ QUIET = frozenset({"listening", "checkpoint", "model"})
 
 
 def render(snapshot: Snapshot) -> RenderableType:
-    """The whole picture: one line of the run, one row for each worker, what the run waits for."""
-    return Group(_bar(snapshot), _workers(snapshot["workers"]), Text(_doing(snapshot), style="dim"))
+    """The whole picture: what the run does, how it goes, one row for each worker."""
+    return Group(_bar(snapshot), Text(_facts(snapshot)), _workers(snapshot["workers"]))
 
 
 def _bar(snapshot: Snapshot) -> Table:
+    """Name, how far it is, what it does."""
+    progress = min(max(snapshot["progress"], 0.0), 1.0)
     grid = Table.grid(padding=(0, 2))
+    grid.add_row(
+        Text(f"{snapshot['name']} ({snapshot['strategy']})", style="bold"),
+        ProgressBar(total=1.0, completed=progress, width=20),
+        f"{progress:.0%}",
+        Text(_doing(snapshot)),
+    )
+    return grid
+
+
+def _facts(snapshot: Snapshot) -> str:
     facts = [f"round {snapshot['round']}", f"{format_count(snapshot['tokens'])} tokens"]
     if snapshot["loss"] is not None:
         facts.append(f"loss {snapshot['loss']:.4f}")
@@ -53,14 +65,7 @@ def _bar(snapshot: Snapshot) -> Table:
         facts.append(f"validation {snapshot['validation'][-1][1]:.4f}")
     left_s = snapshot["seconds_left"]
     facts.append("time left unknown" if left_s is None else f"{format_seconds(left_s)} left")
-    progress = min(max(snapshot["progress"], 0.0), 1.0)
-    grid.add_row(
-        Text(f"{snapshot['name']} ({snapshot['strategy']})", style="bold"),
-        ProgressBar(total=1.0, completed=progress, width=20),
-        f"{progress:.0%}",
-        "  ".join(facts),
-    )
-    return grid
+    return "  ".join(facts)
 
 
 def _workers(workers: Sequence[Mapping[str, Any]]) -> Table:
@@ -95,7 +100,7 @@ def _state(worker: Mapping[str, Any]) -> str:
 
 def _doing(snapshot: Snapshot) -> str:
     num_connected = sum(bool(worker["connected"]) for worker in snapshot["workers"])
-    return f"{snapshot['phase']}, {num_connected} of {len(snapshot['workers'])} known workers connected"
+    return f"{snapshot['phase']}, {num_connected} of {len(snapshot['workers'])} workers connected"
 
 
 def round_line(event: Event, bytes_up: int, bytes_down: int) -> str:
