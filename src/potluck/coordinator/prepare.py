@@ -15,7 +15,7 @@ from potluck.coordinator.deck import Deck
 from potluck.coordinator.recipe import Recipe
 from potluck.data.manifest import Manifest, listed_data
 from potluck.data.prepare import PreparedData, prepare_shared
-from potluck.data.tokenizer import copy_tokenizer, pack_tokenizer
+from potluck.data.tokenizer import TextTokenizer, copy_tokenizer, pack_tokenizer
 from potluck.models.build import build as build_model
 from potluck.models.build import initial_vector, layout_of, model_config, tokenizer_folder
 from potluck.storage.digest import digest_file
@@ -23,7 +23,7 @@ from potluck.storage.files import write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.registry import strategy_type
 from potluck.strategies.run import RunSpec
-from potluck.types.errors import RecipeError
+from potluck.types.errors import DataError, RecipeError
 from potluck.types.ids import Digest
 
 Tell = Callable[[str], None]
@@ -114,11 +114,19 @@ def _data(
         return None, Deck([], [], seed=recipe.seed, shared=False, private=True), ""
     if recipe.data.access == "listed":
         assert recipe.data.listed is not None
-        listed = listed_data(Manifest.load(Path(recipe.data.listed)), recipe.data.read_options(), seed=recipe.seed)
+        manifest = Manifest.load(Path(recipe.data.listed))
+        _check_tokenizer(manifest, recipe, model_tokenizer)
+        listed = listed_data(manifest, recipe.data.read_options(), seed=recipe.seed)
         deck = Deck(listed.shards, listed.validation, seed=recipe.seed, shared=False)
         return None, deck, digest_file(Path(recipe.data.listed))
     data = prepare_shared(
-        recipe.data, seed=recipe.seed, base=Path.cwd(), cache_dir=cache_dir, model_tokenizer=model_tokenizer, tell=tell
+        recipe.data,
+        seed=recipe.seed,
+        base=Path.cwd(),
+        cache_dir=cache_dir,
+        model_tokenizer=model_tokenizer,
+        vocab_size=_own_vocabulary(recipe, model_tokenizer),
+        tell=tell,
     )
     for shard in (*data.shards, *data.validation):
         if not objects.has(shard.digest):
@@ -126,11 +134,39 @@ def _data(
             shutil.copyfile(shard.path, copy)
             objects.adopt(copy)
     deck = Deck(data.catalogue(), data.held_out(), seed=recipe.seed, shared=True)
+    for where in data.report.skipped:
+        tell(f"skipped {where.file}:{where.line}: {where.reason}")
+    if data.report.num_skipped:
+        tell(data.report.sentence())
     tell(
         f"data {data.corpus_digest[:23]}: {data.num_documents:,} documents, {data.num_tokens:,} tokens to train on, "
         f"{data.num_validation_tokens:,} held out"
     )
     return data, deck, data.corpus_digest
+
+
+def _own_vocabulary(recipe: Recipe, model_tokenizer: Path | None) -> int:
+    """The model's vocabulary where neither a tokenizer of its own nor one of the data's says it; else 0."""
+    tokenizer = recipe.data.tokenizer
+    if tokenizer.train or tokenizer.path or model_tokenizer is not None:
+        return 0
+    if recipe.model.config is not None and "vocab_size" not in recipe.model.config:
+        return 0
+    return int(model_config(recipe.model, None, seq_len=recipe.data.seq_len)["vocab_size"])
+
+
+def _check_tokenizer(manifest: Manifest, recipe: Recipe, model_tokenizer: Path | None) -> None:
+    """Text was counted with one tokenizer; DataError if the run has another."""
+    given = recipe.data.tokenizer.path
+    source = Path(given) if given else model_tokenizer
+    if not manifest.tokenizer or source is None:
+        return
+    digest = str(TextTokenizer.open(source).digest())
+    if digest != manifest.tokenizer:
+        raise DataError(
+            f"the manifest {recipe.data.listed} was made with the tokenizer {manifest.tokenizer} and the run has {digest}; "
+            "make the manifest again or give its tokenizer with `data.tokenizer.path`"
+        )
 
 
 def _own_tokenizer(recipe: Recipe, run_dir: Path, model_tokenizer: Path | None) -> Path | None:

@@ -10,7 +10,6 @@ Nothing is random and no task runs of its own: timers move the bytes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -226,8 +225,10 @@ class _WorkerEnd:
         stream.up.send_end(None)
         stream.down.abandon()
         stream.down.end(None)
-        with contextlib.suppress(TimeoutError):
+        try:
             await asyncio.wait_for(stream.over.wait(), close_wait_s)
+        except TimeoutError:
+            stream.lose(ConnectionLost("the worker gave the stream up"))
 
 
 class _CoordinatorEnd:
@@ -268,6 +269,8 @@ class _Stream:
         connection = self.connection
         end = _CoordinatorEnd(self, connection.network.traffic(connection.peer.id))
         error = await answer_stream(connection.service, connection.peer, self.method, end)
+        if self.over.is_set():
+            return
         self.up.abandon()
         self.down.send_end(error)
         # From here on the worker's sends go nowhere; it learns why when the end arrives.
@@ -335,8 +338,10 @@ class MemoryConnection:
             data = await answer_call(self.service, self.peer, method, request)
         except Exception as error:
             told = error
-            self.down.send(reply, 0, lambda: None if reply.done() else reply.set_exception(told))
-        else:
+            if not reply.done():
+                self.down.send(reply, 0, lambda: None if reply.done() else reply.set_exception(told))
+            return
+        if not reply.done():
             traffic.add_down(method, len(data))
             self.down.send(reply, len(data), lambda: None if reply.done() else reply.set_result(data))
 

@@ -29,6 +29,7 @@ async def equip(
     compute: Executor,
     files: Executor,
     note: Callable[[str], None],
+    told: Callable[[str], None] = lambda _: None,
     data: Sequence[Path] = (),
     max_memory_bytes: int = 0,
     num_threads: int | None = None,
@@ -52,6 +53,10 @@ async def equip(
             spec, run_folder.objects, data=data, cache_dir=run_folder.root / "data", tokenizer=tokenizer
         )
     )
+    if sources.own is not None and sources.own.report.num_skipped:
+        for where in sources.own.report.skipped:
+            told(f"skipped {where.file}:{where.line}: {where.reason}")  # names of files and lines are for the owner only
+        note(sources.own.report.sentence())
     trainer = await compute.run(build)
     runner = Runner(
         folder=run_folder, trainer=trainer, sources=sources, link=link, clock=clock, compute=compute, files=files,

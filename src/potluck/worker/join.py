@@ -83,7 +83,8 @@ class _Joining:
         async def equipped(spec: RunSpec, link: Link) -> Runner:
             return await equip(
                 spec, link, folder=options.state_dir, device=self._device, clock=self.clock, compute=self.compute,
-                files=self.files, note=agent.note, data=options.data, num_threads=options.num_threads or None,
+                files=self.files, note=agent.note, told=self.say, data=options.data,
+                num_threads=options.num_threads or None,
                 max_memory_bytes=options.max_memory_bytes,
             )  # fmt: skip
 
