@@ -3,11 +3,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models.families import gpt2, llama, save_tokenizer
 from pydantic import ValidationError
 
+from potluck.models.build import build
 from potluck.models.config import ModelConfig
-from potluck.models.family import cleaned, has_dropout, model_config, parsed_config, tokenizer_folder
+from potluck.models.family import cleaned, has_dropout, model_config, tokenizer_folder
 from potluck.types.errors import ModelError
 
 
@@ -59,7 +61,8 @@ def test_what_the_recipe_sets_stays(tmp_path: Path) -> None:
     ("config", "says"),
     [
         ({"n_layers": 3}, "model.config.n_layers is not a key of a gpt2 configuration; did you mean n_layer"),
-        ({"n_layer": "x"}, "not valid"),
+        ({"n_layer": "x"}, r"model\.config\.n_layer is 'x' and must be a whole number"),
+        ({"layer_norm_epsilon": "x"}, "must be a number"),
         ({"model_type": "gpt22"}, "did you mean 'gpt2'"),
         ({"n_positions": 16}, "16 positions and data.seq_len is 32; lower data.seq_len or raise n_positions"),
         ({"vocab_size": 20}, "vocabulary of 20 and the tokenizer has 50 tokens"),
@@ -98,7 +101,10 @@ def test_rotary_settings_travel_under_both_names() -> None:
     assert config["rope_theta"] == 5000.0
     assert config["rope_scaling"] == scaled
     assert cleaned(config) == config
-    assert parsed_config(llama(rope_theta=5000.0)).to_dict()["rope_parameters"]["rope_theta"] == 5000.0
+    old, new = llama(rope_theta=5000.0), llama(rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    expected = 5000.0 ** (-torch.arange(0, 8, 2) / 8)
+    for config in (old, new):
+        torch.testing.assert_close(build(config).model.rotary_emb.inv_freq, expected)
 
 
 def test_a_directory_gives_its_configuration_and_its_tokenizer(tmp_path: Path) -> None:

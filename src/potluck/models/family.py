@@ -101,7 +101,20 @@ def config_class(config: dict[str, Any], *, strict: bool = False) -> Any:
                 near = difflib.get_close_matches(name, sorted(known), n=1)
                 hint = f"did you mean {near[0]}?" if near else f"see {found.__name__} in the transformers documentation"
                 raise ModelError(f"model.config.{name} is not a key of a {model_type} configuration; {hint}")
+        _check_types(config, found())
     return found
+
+
+def _check_types(config: dict[str, Any], defaults: Any) -> None:
+    """Numbers where the family has numbers; not every version of transformers looks."""
+    for name, value in config.items():
+        default = getattr(defaults, name, None)
+        if isinstance(default, bool) or not isinstance(default, int | float):
+            continue
+        wanted = int if isinstance(default, int) and default > 1 else (int, float)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, wanted)) and "token_id" not in name:
+            what = "a whole number" if wanted is int else "a number"
+            raise ModelError(f"model.config.{name} is {value!r} and must be {what}; mend it")
 
 
 def tokenizer_folder(model: ModelConfig) -> Path | None:
