@@ -36,7 +36,7 @@ def write_recipe(path: Path, data: str, **sections: str) -> Path:
         "strategy": 'name = "diloco"\nnum_inner_steps = 5\nouter_momentum = 0.6\n'
         "inner = { lr = 5e-3, batch_size = 4, warmup = 0.0 }",
         "codec": 'up = "int8"\ndown = "bf16"',
-        "fleet": "min_workers = 2\nheartbeat_s = 0.5\nreconnect_s = 3.0",
+        "fleet": "min_workers = 2\nheartbeat_s = 1.5\nreconnect_s = 4.0",
         "validation": "every_rounds = 2",
         **sections,
     }

@@ -128,7 +128,7 @@ def test_a_killed_worker_costs_its_round_only_and_comes_back(tmp_path: Path) -> 
     write_corpus(tmp_path / "texts")
     recipe = write_recipe(
         tmp_path / "tiny.toml", 'shared = "texts"', budget="rounds = 300",
-        fleet="min_workers = 1\nheartbeat_s = 0.5\nreconnect_s = 1.0",
+        fleet="min_workers = 1\nheartbeat_s = 1.0\nreconnect_s = 1.0",
     )  # fmt: skip
     host = start("host", recipe, "--dir", tmp_path / "run", cwd=tmp_path, log=tmp_path / "log")
     workers = {}

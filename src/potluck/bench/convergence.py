@@ -107,9 +107,9 @@ class Lab:
             data_access="shared", heartbeat_s=fleet.heartbeat_s,
         )  # fmt: skip
         plan = Plan(
-            spec=spec, strategy=strategy, layout=flat.layout, initial=initial, budget=Budget(tokens=tokens), fleet=fleet,
-            checkpoint=CheckpointConfig(every_rounds=1 << 20), validation=ValidationConfig(every_rounds=0),
-            up_codec=setting.up_codec, down_codec=setting.down_codec,
+            spec=spec, strategy=strategy, layout=flat.layout, initial=initial, budget=Budget(tokens=tokens),
+            fleet=fleet, checkpoint=CheckpointConfig(every_rounds=1 << 20),
+            validation=ValidationConfig(every_rounds=0), up_codec=setting.up_codec, down_codec=setting.down_codec,
         )  # fmt: skip
         self._num_runs += 1
         folder = self.folder / f"run-{self._num_runs}"

@@ -164,8 +164,8 @@ def _check_tokenizer(manifest: Manifest, recipe: Recipe, model_tokenizer: Path |
     digest = str(TextTokenizer.open(source).digest())
     if digest != manifest.tokenizer:
         raise DataError(
-            f"the manifest {recipe.data.listed} was made with the tokenizer {manifest.tokenizer} and the run has {digest}; "
-            "make the manifest again or give its tokenizer with `data.tokenizer.path`"
+            f"the manifest {recipe.data.listed} was made with the tokenizer {manifest.tokenizer} and the run has "
+            f"{digest}; make the manifest again or give its tokenizer with `data.tokenizer.path`"
         )
 
 

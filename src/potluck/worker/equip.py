@@ -55,7 +55,7 @@ async def equip(
     )
     if sources.own is not None and sources.own.report.num_skipped:
         for where in sources.own.report.skipped:
-            told(f"skipped {where.file}:{where.line}: {where.reason}")  # names of files and lines are for the owner only
+            told(f"skipped {where.file}:{where.line}: {where.reason}")  # the place is for the owner only
         note(sources.own.report.sentence())
     trainer = await compute.run(build)
     runner = Runner(
