@@ -1,9 +1,10 @@
 """`status`, `stop`, `invite` and `remove`: ask a running coordinator, as the operator whose identity lies in the run's
-folder. To do it from another machine, join there with an operator's line and give the folder with the identity."""
+folder. To do it from another machine, join there with an operator's line and give that `--state` folder as the run."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from potluck.cli.runs import find_run
@@ -29,8 +30,7 @@ async def admin(run_name: str | None, action: str, **fields: Any) -> str:
 
 
 async def _call(run_name: str | None, method: str, request: bytes) -> bytes:
-    folder = find_run(run_name)
-    identity = Identity.load(folder / "operator")
+    folder, identity = operator_of(run_name)
     connection = GrpcConnection(identity.address, identity)
     try:
         return await connection.call(method, request, timeout_s=patience_s)
@@ -41,3 +41,11 @@ async def _call(run_name: str | None, method: str, request: bytes) -> bytes:
         ) from error
     finally:
         await connection.close()
+
+
+def operator_of(run_name: str | None) -> tuple[Path, Identity]:
+    """Where we are an operator and as whom: in a run's folder, or in the state folder that joined with a line."""
+    if run_name and Identity.exists(Path(run_name) / "identity"):
+        return Path(run_name), Identity.load(Path(run_name) / "identity")
+    folder = find_run(run_name)
+    return folder, Identity.load(folder / "operator")

@@ -63,6 +63,8 @@ class _Joining:
             read_link(options.link), name=options.name or socket.gethostname(), folder=self._folder,
             executor=self.files, now=self.clock.time(),
         )  # fmt: skip
+        if self._identity.role == "operator":
+            return f"this machine may operate the run; ask it with: potluck status {options.state_dir}"
         while True:
             if (wait_s := seconds_until_open(options.hours, self.clock.time())) > 0:
                 self.say(f"outside the hours {options.hours}; waiting {wait_s / 3600:.1f} h")
