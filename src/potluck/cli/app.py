@@ -141,6 +141,7 @@ def join(
     # several times slower themselves where they must share a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from potluck.cli.joining import run_worker
+    from potluck.cli.runs import cache_folder
     from potluck.cli.units import parse_bytes, parse_hours
     from potluck.worker.options import JoinOptions
 
@@ -153,6 +154,7 @@ def join(
         num_threads=threads,
         allow_strategies=tuple(allow_strategy or []),
         max_memory_bytes=parse_bytes(max_memory) if max_memory else 0,
+        share_dir=None if with_parent else cache_folder() / "objects",  # local workers stand for machines of their own
         hours=parse_hours(hours) if hours else None,
     )
     run_worker(options, with_parent=with_parent)

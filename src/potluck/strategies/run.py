@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from potluck.optim.inner import InnerConfig
 from potluck.strategies.state import State
@@ -19,7 +19,7 @@ class RunSpec(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)  # a later minor version may add fields
 
-    run_id: str
+    run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")  # a worker names a folder by it
     name: str
     seed: int
     strategy: str

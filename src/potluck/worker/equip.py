@@ -14,6 +14,7 @@ from potluck.transport import objects
 from potluck.worker.link import Link
 from potluck.worker.replica import TorchReplica
 from potluck.worker.runner import Runner
+from potluck.worker.share import MachineShare
 from potluck.worker.sources import prepare_sources
 from potluck.worker.state import RunFolder
 from potluck.worker.trainer import Trainer
@@ -32,6 +33,7 @@ async def equip(
     told: Callable[[str], None] = lambda _: None,
     data: Sequence[Path] = (),
     max_memory_bytes: int = 0,
+    share_dir: Path | None = None,
     num_threads: int | None = None,
     cost_s: Callable[[pb.Lease], float] = lambda _: 0.0,
 ) -> Runner:
@@ -61,6 +63,7 @@ async def equip(
     runner = Runner(
         folder=run_folder, trainer=trainer, sources=sources, link=link, clock=clock, compute=compute, files=files,
         note=note, cost_s=cost_s,
+        share=MachineShare(share_dir / spec.run_id, clock, files) if share_dir else None,
     )  # fmt: skip
     await runner.restore()
     return runner

@@ -19,6 +19,7 @@ class JoinOptions:
     num_threads: int = 0  # for compute on the CPU; 0 for all cores
     allow_strategies: tuple[Path, ...] = ()
     max_memory_bytes: int = 0  # 0 for no limit
+    share_dir: Path | None = None  # where workers of this machine share downloads; None for each its own
     hours: tuple[int, int] | None = None  # local hours of the day in which it works: from, to
 
 

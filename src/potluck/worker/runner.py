@@ -24,6 +24,7 @@ from potluck.types.errors import CorruptError, PotluckError, Refused
 from potluck.types.ids import Digest
 from potluck.worker.link import Link
 from potluck.worker.session import Post
+from potluck.worker.share import MachineShare
 from potluck.worker.sources import Sources
 from potluck.worker.state import RunFolder
 from potluck.worker.trainer import Trainer
@@ -48,10 +49,11 @@ class Runner:
     def __init__(
         self, *, folder: RunFolder, trainer: Trainer, sources: Sources, link: Link, clock: Clock,
         compute: Executor, files: Executor, note: Callable[[str], None],
-        cost_s: Callable[[pb.Lease], float] = lambda _: 0.0,
+        cost_s: Callable[[pb.Lease], float] = lambda _: 0.0, share: MachineShare | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.trainer, self.sources, self.link = folder, trainer, sources, link
         self._clock, self._compute, self._files, self._note, self._cost_s = clock, compute, files, note, cost_s
+        self._share = share
         self.wanted: dict[LeaseId, pb.Lease] = {}
         self.results: dict[LeaseId, pb.TaskResult] = {}
         self.inline_results: dict[LeaseId, dict[str, Tensor]] = {}
@@ -224,17 +226,24 @@ class Runner:
         )  # fmt: skip
 
     async def _fetch(self, digest: Digest) -> None:
-        if not self.folder.objects.has(digest):
-            self.activity = ("downloading", 0)
-            await self.link.retry(
-                lambda connection: objects.fetch(
-                    connection,
-                    digest,
-                    self.folder.objects,
-                    self._files,
-                    on_progress=lambda n: self._moved("downloading", n),
-                )
+        if self.folder.objects.has(digest):
+            return
+        self.activity = ("downloading", 0)
+        if self._share is None:
+            await self._download(digest)
+        else:
+            await self._share.fetch(digest, self.folder.objects, lambda: self._download(digest))
+
+    async def _download(self, digest: Digest) -> None:
+        await self.link.retry(
+            lambda connection: objects.fetch(
+                connection,
+                digest,
+                self.folder.objects,
+                self._files,
+                on_progress=lambda n: self._moved("downloading", n),
             )
+        )
 
     def _moved(self, activity: str, num_bytes: int) -> None:
         self.activity = (activity, num_bytes)
