@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,17 @@ class Running:
         self._over = self._over or event.kind == "model"
         if not ((self._over or self._stop_reason) and event.kind == "left"):  # that all go home now is no news
             self.view.event(event)
+        if event.kind == "waiting" and self.num_local and self.listening is not None:
+            self._stop_if_nobody_is_left(self.listening.status()["workers"])
         self._heard(event)
+
+    def _stop_if_nobody_is_left(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Where all workers are ours and get no more work, nobody else will come."""
+        reasons = [worker["reason"] for worker in workers]
+        if len(reasons) >= self.num_local and all(reasons) and not self._stop_reason:
+            reason = f"every worker on this machine is quarantined, one of them for {reasons[0]}"
+            self._failure = RunStopped(f"{reason}; --resume continues the run with a clean record")
+            self.stop(reason)
 
     async def _start_workers(self, join_line: str) -> None:
         await self.workers.use_link(join_line)

@@ -6,7 +6,9 @@ Knows neither sockets nor the command line: `coordinator.host` gives it a networ
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +34,7 @@ from potluck.strategies.run import Budget, RunFacts, RunSpec
 from potluck.strategies.state import State
 from potluck.strategies.strategy import Strategy
 from potluck.transport.connection import Traffic
-from potluck.types.errors import CorruptError, RoundFailed, RunStopped
+from potluck.types.errors import CorruptError, PotluckError, RoundFailed, RunStopped
 from potluck.types.ids import Digest
 from potluck.types.params import Layout, Params
 
@@ -98,11 +100,13 @@ class Coordinator:
             data=deck, scratch=folder, clock=clock, executor=executor,
         )  # fmt: skip
         self.fleet.lost = lambda worker, reason: self.tell("lost", reason, worker=worker, reason=reason)
+        self.fleet.waits = lambda text: self.tell("waiting", text, reason=text)
         self.intake = Intake(self.fleet, clock, executor)
         self.intake.noted = lambda worker, text: self.tell("note", f"{worker}: {text}", worker=worker)
         self.state: State | None = None
         self.losses: dict[int, float] = {}  # validation loss by round
         self.stop_reason = ""
+        self.failure: PotluckError | None = None  # what ends the run, such as a full disk here
         self.recovered = asyncio.Event()
         self.uploads: dict[Digest, LeaseId] = {}  # what came or comes in for open leases
         self.traffic: Callable[[str], Traffic] = lambda _: Traffic()  # of this process, by worker; set by the host
@@ -122,7 +126,7 @@ class Coordinator:
 
         def build() -> tuple[Ledger, ParamStore, RunFacts]:
             durable = plan.checkpoint.durability == "power"
-            ledger = Ledger(Database(folder / "ledger.db", durable=durable))
+            ledger = open_ledger(folder, durable=durable)
             params = ParamStore(folder / "params", durable=durable)
             facts = RunFacts(
                 seed=plan.spec.seed,
@@ -156,6 +160,8 @@ class Coordinator:
                 state = committed
             except CorruptError as error:
                 state = await self._from_checkpoint(state, str(error))
+        elif await self.executor.run(self.checkpoints.names):
+            state = await self._from_checkpoint(state, "the ledger knows no round")
         deal = await self.executor.run(self.ledger.deal)
         if deal is not None:
             self.deck.restore(deal)
@@ -294,6 +300,11 @@ class Coordinator:
             member.changed.set()
         self.roster.signal()
 
+    def fail(self, error: PotluckError) -> None:
+        """End the run because of what is wrong on this machine, before its workers are blamed for it."""
+        self.failure = self.failure or error
+        self.roster.signal()
+
     def contributions(self) -> list[dict[str, Any]]:
         """What each worker gave and moved, over all processes of the run."""
         rows: list[dict[str, Any]] = []
@@ -326,6 +337,22 @@ class Coordinator:
         return snapshot(self)
 
 
+def open_ledger(folder: Path, *, durable: bool) -> Ledger:
+    """The run's ledger. CorruptError says what is lost with a damaged one: never what a checkpoint covers."""
+    path = folder / "ledger.db"
+    try:
+        return Ledger(Database(path, durable=durable))
+    except CorruptError as error:
+        saved = sorted(folder.glob("checkpoints/round-*/state.json"))
+        if not saved:
+            raise
+        last = int(saved[-1].parent.name.rpartition("-")[2])
+        raise CorruptError(
+            f"the database {path} is damaged; restore it from a copy, or move it away and start the run again, which "
+            f"then goes on from the checkpoint of round {last}"
+        ) from error
+
+
 VALIDATION_ATTEMPT = 1_000_000
 """Validation works under this attempt, so that its tasks never mix with those of the round that follows."""
 
@@ -339,6 +366,10 @@ def vars_of(state: State) -> Mapping[str, Any]:
 
 
 def write_metrics(path: Path, event: Event) -> None:
-    """Append one line to metrics.jsonl (docs/metrics.md)."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": event.at, "kind": event.kind, "text": event.text, **event.detail}) + "\n")
+    """Append one line to metrics.jsonl (docs/metrics.md), or nothing of it. OSError if the disk is full."""
+    line = json.dumps({"time": event.at, "kind": event.kind, "text": event.text, **event.detail}).encode() + b"\n"
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        if file.write(line) != len(line):
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

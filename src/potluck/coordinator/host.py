@@ -61,12 +61,30 @@ class _Hosting:
         self._on_event = on_event
         self._metrics = options.run_dir / "metrics.jsonl"
         self._writer = ThreadExecutor(1, "metrics")
+        self._log_broken = False
 
     def tell(self, event: Event) -> None:
         self._on_event(event)
-        asyncio.ensure_future(self._writer.run(write_metrics, self._metrics, event))  # noqa: RUF006
+        asyncio.ensure_future(self._write(event))  # noqa: RUF006
+
+    async def _write(self, event: Event) -> None:
+        """A log that cannot be written does not end a run: if the disk is full, what must be kept says so."""
+        try:
+            await self._writer.run(write_metrics, self._metrics, event)
+        except OSError as error:
+            if not self._log_broken:
+                self._log_broken = True
+                text = f"{self._metrics} cannot be written ({error.strerror}); some events will be missing there"
+                self._on_event(Event(kind="note", at=self.clock.time(), text=text))
 
     async def run(self, on_listening: Callable[[Listening], None]) -> RunResult:
+        try:
+            return await self._run(on_listening)
+        finally:
+            await self._writer.run(lambda: None)  # what is queued is written
+            self._writer.close()
+
+    async def _run(self, on_listening: Callable[[Listening], None]) -> RunResult:
         folder = self.options.run_dir
         durable = self.options.recipe.checkpoint.durability == "power"
         objects = await self.files.run(lambda: ObjectStore(folder / "objects", durable=durable))
@@ -88,8 +106,6 @@ class _Hosting:
             run.stop("the run ended")
             await network.close()
             await run.close()
-            await self._writer.run(lambda: None)  # what is queued is written
-            self._writer.close()
 
     def tell_soon(self) -> Callable[[str], None]:
         loop = asyncio.get_running_loop()
@@ -105,7 +121,7 @@ class _Hosting:
         watching = asyncio.create_task(run.fleet.watch())
         training = asyncio.create_task(train(run))
         try:
-            while not training.done() and not run.stop_reason:
+            while not training.done() and not run.stop_reason and run.failure is None:
                 change = asyncio.ensure_future(run.roster.change())
                 await asyncio.wait([training, change, watching], return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
@@ -114,6 +130,8 @@ class _Hosting:
             if not training.done():
                 training.cancel()  # in the middle of a round: what was acknowledged stays in the ledger
                 await asyncio.gather(training, return_exceptions=True)
+                if run.failure is not None:
+                    raise run.failure
                 assert run.state is not None or run.stop_reason
                 if run.state is None:
                     await run.recover()
@@ -168,6 +186,7 @@ class _Network:
         self._tell = hosting.tell_soon()
         self._server: GrpcServer | None = None
         self._enrol: EnrolServer | None = None
+        self._database: Database | None = None
 
     async def open(self) -> str:
         """Open both ports; the join line."""
@@ -178,7 +197,8 @@ class _Network:
         wanted = options.port or port
         ports = (wanted, wanted + 1) if wanted else await files.run(_known_ports, folder)
         authority = await files.run(lambda: Authority.open(folder / "authority", now=clock.time()))
-        members = await files.run(lambda: Members(Database(folder / "members.db", durable=True)))
+        database = self._database = await files.run(lambda: Database(folder / "members.db", durable=True))
+        members = await files.run(Members, database)
         certificates = ServerCertificates(authority, clock)
         service = CoordinatorService(run)
         server = self._server = GrpcServer(
@@ -222,6 +242,8 @@ class _Network:
             await self._enrol.stop()
         if self._server is not None:
             await self._server.stop()
+        if self._database is not None:
+            await self._hosting.files.run(self._database.close)
 
 
 def _known_ports(folder: Path) -> tuple[int, int]:

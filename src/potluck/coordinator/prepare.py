@@ -16,14 +16,14 @@ from potluck.coordinator.recipe import Recipe
 from potluck.data.manifest import Manifest, listed_data
 from potluck.data.prepare import PreparedData, prepare_shared
 from potluck.data.tokenizer import TextTokenizer, copy_tokenizer, pack_tokenizer
-from potluck.models.build import build as build_model
-from potluck.models.build import initial_vector, layout_of, model_config, tokenizer_folder
+from potluck.models.build import initial_vector, layout_of, model_config, skeleton, tokenizer_folder
+from potluck.models.device import require_memory
 from potluck.storage.digest import digest_file
 from potluck.storage.files import write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.registry import strategy_type
 from potluck.strategies.run import RunSpec
-from potluck.types.errors import DataError, RecipeError
+from potluck.types.errors import CorruptError, DataError, RecipeError
 from potluck.types.ids import Digest
 
 Tell = Callable[[str], None]
@@ -51,13 +51,19 @@ def run_identity(run_dir: Path, recipe: Recipe) -> str:
         run_id = f"{recipe.name}-{secrets.token_hex(4)}"
         write_atomic(path, json.dumps({"run_id": run_id, "recipe": now}, indent=2).encode())
         return run_id
-    stored: dict[str, Any] = json.loads(path.read_bytes())
+    try:
+        stored: dict[str, Any] = json.loads(path.read_bytes())
+        stored_id, stored_recipe = str(stored["run_id"]), dict(stored["recipe"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptError(
+            f"{path} cannot be read ({error}); restore it from a copy or start in a new folder"
+        ) from error
     for section in ("name", "seed", "model", "data", "strategy"):
-        if stored["recipe"].get(section) != now.get(section):
+        if stored_recipe.get(section) != now.get(section):
             raise RecipeError(
                 f"{run_dir} holds a run with another `{section}`; give another folder, or go on with an equal recipe"
             )
-    return str(stored["run_id"])
+    return stored_id
 
 
 def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Path, tell: Tell) -> Prepared:
@@ -68,7 +74,8 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
     tokenizer_dir = data.tokenizer_dir if data else _own_tokenizer(recipe, run_dir, model_tokenizer)
     config = model_config(recipe.model, tokenizer_dir, seq_len=recipe.data.seq_len)
     tell("building the model")
-    layout = layout_of(build_model(config))
+    layout = layout_of(skeleton(config))
+    require_memory(layout.numel)
     initial = initial_vector(recipe.model, config, seed=recipe.seed)
     tokenizer_object = ""
     if tokenizer_dir is not None and recipe.data.access != "shared":

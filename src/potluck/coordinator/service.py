@@ -16,7 +16,7 @@ from potluck.storage.digest import check_digest
 from potluck.transport import objects
 from potluck.transport.connection import Channel, Peer
 from potluck.transport.inline import Assembler, frames
-from potluck.types.errors import ConnectionLost, CorruptError, Refused
+from potluck.types.errors import ConnectionLost, CorruptError, Refused, ResourceError
 from potluck.types.ids import Digest
 from potluck.types.profile import DeviceProfile
 
@@ -56,7 +56,11 @@ class CoordinatorService:
             case "GetObject":
                 await objects.serve_get(channel, self.run.objects, self.run.executor, self._may_fetch(member))
             case "PutObject":
-                await objects.serve_put(channel, self.run.objects, self.run.executor, self._may_store(member))
+                try:
+                    await objects.serve_put(channel, self.run.objects, self.run.executor, self._may_store(member))
+                except ResourceError as error:
+                    self.run.fail(error)  # this machine's disk is full: no worker can mend that
+                    raise
             case _:
                 raise Refused(f"this coordinator does not know the stream {method}")
 

@@ -24,7 +24,7 @@ from potluck.codecs.base import codec
 from potluck.codecs.bundle import write_flat_slices
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, loss, wire_attempt
-from potluck.fleet.roster import LeaseId, Roster
+from potluck.fleet.roster import LeaseId, Roster, decide
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
 from potluck.storage.objects import ObjectStore
@@ -93,6 +93,7 @@ class LiveFleet:
         self._num_outputs = 0
         self.phase = "starting"
         self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of work that was given up
+        self.waits: Callable[[str], None] = lambda _reason: None  # hears what `ready` waits for
 
     @property
     def run(self) -> RunFacts:
@@ -239,9 +240,17 @@ class LiveFleet:
 
     async def ready(self, num_workers: int) -> None:
         """Wait until that many workers are here, never for a particular one."""
-        while len(here := self.roster.here(self._clock.now())) < num_workers:
+        said = ""
+        while True:
+            here, why_not = decide(self.roster.members.values(), self._clock.now(), self.config)
+            if len(here) >= num_workers:
+                return
             names = ", ".join(w.id for w in here) or "none"
             self.phase = f"waiting for workers: {len(here)} of {num_workers} here ({names})"
+            self.phase += f"; {why_not}" if why_not else ""
+            num_bad = sum(bool(member.quarantined) for member in self.roster.members.values())
+            if said != (said := f"{names}, {num_bad} quarantined"):
+                self.waits(self.phase)
             await self._wait_a_little()
 
     async def _wait_a_little(self) -> None:

@@ -97,4 +97,4 @@ def _bytes_per_token_and_layer(dims: ModelDims, precision: str) -> float:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

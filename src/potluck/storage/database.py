@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from potluck.types.disk import free_bytes
 from potluck.types.errors import CorruptError, PotluckError, ResourceError
 
 _corrupt = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
@@ -96,7 +97,10 @@ class Database:
         if code in _corrupt:
             return self._corrupt_error(str(error))
         if code == sqlite3.SQLITE_FULL:
-            return ResourceError(f"the disk that holds {self.path} is full; free some space and start again")
+            return ResourceError(
+                f"the disk for {self.path} is full: {free_bytes(self.path):,} bytes are free and the next entry needs "
+                "more; free some space and start again"
+            )
         if code in _unusable:
             return ResourceError(
                 f"the database {self.path} cannot be read or written ({error}); check the disk and the folder"

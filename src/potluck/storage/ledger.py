@@ -164,11 +164,25 @@ class Ledger:
         return json.loads(text) if text else None
 
     def roll_back(self, round: int, deal: Any) -> None:
-        """Go back to the state after `round` rounds: used when the files of a later commit are gone."""
+        """Go back to the state after `round` rounds: used when the files of a later commit are gone.
+
+        What came after it no longer counts for anyone. Its attempts stay, as discarded: so no result of theirs that a
+        worker still holds can pass for one of the rounds that are done again.
+        """
         with self._db.transaction():
             self.put("deal", json.dumps(deal))
-            for table in ("commits", "attempts", "decisions", "leases", "replies"):
+            for (accepted,) in self._db.query("SELECT accepted FROM commits WHERE round >= ?", (round,)):
+                for _, worker, _, _, scalars in json.loads(accepted):
+                    self._db.execute(
+                        "UPDATE contributions SET tokens = tokens - ?, rounds = rounds - 1 WHERE worker = ?",
+                        (int(scalars.get("num_tokens", 0)), worker),
+                    )
+            self._db.execute(
+                "UPDATE attempts SET status = 'discarded', reason = 'its files are gone' WHERE round >= ?", (round,)
+            )
+            for table in ("commits", "decisions", "leases", "replies"):
                 self._db.execute(f"DELETE FROM {table} WHERE round >= ?", (round,))
+            self._db.execute("DELETE FROM metrics WHERE round > ?", (round,))
             self._db.execute("DELETE FROM versions")
 
     # Within an attempt

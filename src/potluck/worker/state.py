@@ -25,7 +25,7 @@ from torch import Tensor
 
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb
-from potluck.storage.files import write_atomic
+from potluck.storage.files import require_free, write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import CorruptError
 
@@ -51,10 +51,11 @@ class RunFolder:
         return bool(version) and self._path(version).exists()
 
     def save_version(self, version: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Whole or not at all. `scalars` are JSON values."""
+        """Whole or not at all. `scalars` are JSON values. ResourceError if the disk has no room for it."""
         path = self._path(version)
         scratch = path.with_suffix(".tmp")
         contiguous = {name: t.contiguous() for name, t in tensors.items()}
+        require_free(path, sum(t.nbytes for t in contiguous.values()) + (1 << 16))
         save_file(contiguous, scratch, metadata={"version": version, "scalars": json.dumps(dict(scalars))})
         scratch.replace(path)
 
