@@ -124,8 +124,10 @@ class CoordinatorService:
 
     async def _write_desired(self, member: Member, connection: int, channel: Channel) -> None:
         sequence = 0
-        while member.connection == connection:
+        while True:
             await member.changed.wait()
+            if member.connection != connection:
+                return  # without clearing: the stream that took this one's place has to see it
             member.changed.clear()
             sequence += 1
             desired = self.desired(member, sequence)
@@ -174,7 +176,10 @@ class CoordinatorService:
     async def _write_data(self, member: Member, channel: Channel) -> None:
         sent: set[LeaseId] = set()
         while True:
-            for lease in self.run.fleet.book.of(member.id):
+            member.data_changed.clear()  # before looking: what comes while this sends is seen next time
+            leases = self.run.fleet.book.of(member.id)
+            sent &= {lease.id for lease in leases}
+            for lease in leases:
                 operands = self.run.fleet.operands.get(lease.id)
                 if operands is None or lease.id in sent:
                     continue
@@ -182,7 +187,6 @@ class CoordinatorService:
                 named = {str(i): tensor for i, tensor in enumerate(operands)}
                 for frame in frames(lease.id, named):
                     await channel.send(frame)
-            member.data_changed.clear()
             await member.data_changed.wait()
 
     # Objects

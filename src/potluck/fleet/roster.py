@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb
@@ -127,6 +128,6 @@ class Roster:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def change(self) -> None:
-        """Wait until something about the members changes."""
-        await self._changed.wait()
+    def change(self) -> Coroutine[Any, Any, Any]:
+        """Wait until something about the members changes after this call."""
+        return self._changed.wait()

@@ -227,10 +227,11 @@ class Agent:
         runner = self.runner_ready()
         sent: set[tuple[int, int, str]] = set()
         while True:
+            runner.inline_changed.clear()  # before looking: what comes while this sends is seen next time
+            sent &= runner.inline_results.keys()
             for id, tensors in list(runner.inline_results.items()):
                 if id not in sent:
                     sent.add(id)
                     for frame in frames(id, tensors):
                         await data.send(frame)
-            runner.inline_changed.clear()
             await runner.inline_changed.wait()
