@@ -22,6 +22,7 @@ from potluck.types.profile import DeviceProfile
 
 MAX_PROFILE_BYTES = 65536
 MAX_STRATEGY_FILES = 64
+MAX_UPLOADS = 4  # for one task: a worker that was restarted may have another result
 upload_slack = 1.25
 """An upload may be this many times the size that the run's codec gives."""
 
@@ -83,13 +84,12 @@ class CoordinatorService:
             raise Refused(f"the profile of {peer.id} takes {len(request.profile_json)} bytes")
         try:
             profile = DeviceProfile.from_json(json.loads(request.profile_json or "{}"))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise Refused(f"the profile of {peer.id} cannot be read") from error
         await self.run.executor.run(self.run.seen, peer.id)
         known = peer.id in self.run.roster.members
         member = self.run.roster.arrive(peer.id, profile, self.run.clock.now())
         member.private_sequences = request.private_sequences
-        member.local_version = request.local_version[:200]
         self.run.tell("joined", f"{peer.id} {'is back' if known else 'joined'} ({profile.device})", worker=peer.id)
         reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=spec.model_dump_json())
         return reply.SerializeToString()
@@ -211,6 +211,9 @@ class CoordinatorService:
                 raise Refused(f"nobody waits for the upload {info.purpose[:100]!r} any more")
             if not 0 < info.size <= self._max_upload_bytes:
                 raise Refused(f"an upload of {info.size} bytes is not in 1 to {self._max_upload_bytes}")
+            others = sum(id == lease.id for d, id in self.run.uploads.items() if d != digest)
+            if lease.message.kind != "session" and others >= MAX_UPLOADS:
+                raise Refused(f"{lease.message.task} has one result, and {others} others were uploaded for it")
             self.run.uploads[digest] = lease.id
 
         return admit

@@ -23,10 +23,12 @@ from potluck.protocol import pb
 from potluck.storage.digest import check_digest
 from potluck.types.errors import Refused
 from potluck.types.ids import WorkerId
+from potluck.types.untrusted import printable
 
 MAX_SCALARS_BYTES = 65536
 MAX_RESULTS = 256
 MAX_ERROR_LENGTH = 500
+MAX_ACTIVITY_LENGTH = 40
 
 
 class Intake:
@@ -39,8 +41,7 @@ class Intake:
         """Take one report in. Never raises for what a worker says."""
         now = self._clock.now()
         member.last_seen = now
-        member.local_version = report.local_version[:200]
-        note = report.note[:MAX_ERROR_LENGTH]
+        note = printable(report.note, MAX_ERROR_LENGTH)
         if note and note != member.note:
             member.note = note
             self.noted(member.id, note)
@@ -48,6 +49,10 @@ class Intake:
             member.leaving = True
             self._fleet.roster.signal()
         member.progress = report.progress[0] if report.progress else None
+        if member.progress is not None:
+            member.progress.activity = printable(member.progress.activity, MAX_ACTIVITY_LENGTH)
+            if not math.isfinite(member.progress.tokens_per_s):
+                member.progress.tokens_per_s = 0.0
         self._note_progress(member, report, now)
         for ack in report.input_acks[:MAX_RESULTS]:
             key, _, step = ack.rpartition("/")
@@ -65,6 +70,8 @@ class Intake:
                 await self._take(member, lease, result)
         for id in [i for i in member.verdicts if i not in reported]:
             del member.verdicts[id]  # the worker has read it
+        for name in [n for n in self.inline if n[0] == member.id and n[1] not in self._fleet.book.open]:
+            del self.inline[name]  # of work that was given up
 
     def _holds_session(self, member: Member, key: str) -> bool:
         rows = self._fleet.floating.leases.get(key)
@@ -81,7 +88,7 @@ class Intake:
 
     async def _take(self, member: Member, lease: OpenLease, result: pb.TaskResult) -> None:
         if result.error:
-            reason = f"{member.id} could not do {lease.message.task}: {result.error[:MAX_ERROR_LENGTH]}"
+            reason = f"{member.id} could not do {lease.message.task}: {printable(result.error, MAX_ERROR_LENGTH)}"
             self._verdict(member, lease.id, "dropped", "the task failed")
             await self._fleet.fail(lease, reason)
             self._fleet.roster.strike(member, reason)
@@ -91,7 +98,16 @@ class Intake:
         inline = self.inline.get((member.id, lease.id), {})
         if len(inline) < result.num_inline:
             return  # the rest is on its way
-        lease.checking = True
+        lease.checking = True  # until the answer is in the ledger: nobody else takes it or gives it up meanwhile
+        try:
+            await self._judge(member, lease, result, inline)
+        finally:
+            lease.checking = False
+
+    async def _judge(
+        self, member: Member, lease: OpenLease, result: pb.TaskResult, inline: dict[str, Tensor]
+    ) -> None:
+        """Believe a result that is here whole, or refuse it."""
         try:
             scalars = self._scalars(lease, result)
             if result.object:
@@ -99,21 +115,21 @@ class Intake:
             elif lease.expects is not None:
                 raise Refused(f"the result of {lease.message.task} has no {lease.expects.name}")
         except Refused as refused:
-            lease.checking = False
             reason = f"{member.id} sent a result that was refused: {refused}"
             self._verdict(member, lease.id, "refused", str(refused))
             await self._fleet.fail(lease, reason)
             self._fleet.roster.strike(member, reason)
             return
-        lease.checking = False
         self.inline.pop((member.id, lease.id), None)
         member.strikes = 0
+        is_first = True
         if "@" in result.key:
             await self._fleet.emitted(lease, result.step, scalars, result.object)
         else:
-            member.observe(lease.message.task, max(result.seconds, 0.0), lease.units)
-            await self._fleet.accept(lease, scalars, result.object, inline)
-        self._verdict(member, (result.round, result.attempt, result.key), "accepted", "")
+            member.observe(lease.message.task, max(0.0, result.seconds), lease.units)
+            is_first = await self._fleet.accept(lease, scalars, result.object, inline)
+        verdict = ("accepted", "") if is_first else ("dropped", "another worker was first")
+        self._verdict(member, (result.round, result.attempt, result.key), *verdict)
 
     def _has(self, digest: str) -> bool:
         try:
@@ -127,7 +143,7 @@ class Intake:
             raise Refused(f"its scalars take {len(result.scalars_json)} bytes and {MAX_SCALARS_BYTES} are allowed")
         try:
             value: Any = json.loads(result.scalars_json or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refused("its scalars are not JSON") from error
         if not isinstance(value, Mapping):
             raise Refused("its scalars are not an object")

@@ -103,6 +103,7 @@ class LiveFleet:
 
     async def begin(self, round: int, attempt: int) -> None:
         """Work on this attempt from now on, with whatever the ledger has of it."""
+        await self.ready(1)  # whoever was here may have left meanwhile, and a round needs someone
         here = [w.id for w in self.roster.here(self._clock.now())]
         self._now = await self._executor.run(self._read_attempt, round, attempt, here)
         self._inline.clear()
@@ -182,16 +183,23 @@ class LiveFleet:
             await self._clock.sleep(tick_s)
             now = self._clock.now()
             for lease in list(self.book.open.values()):
+                if lease.id not in self.book.open:
+                    continue  # it was answered while another one's loss was written down
                 if reason := loss(lease, self.roster.members.get(lease.worker), now, self.config):
                     self._give_up(lease, reason)
                     self.lost(lease.worker, reason)
-                    await self._executor.run(self._log_loss, lease, reason)
+                    await self._log_loss(lease, reason)
 
-    def _log_loss(self, lease: OpenLease, reason: str) -> None:
+    async def _log_loss(self, lease: OpenLease, reason: str) -> None:
         message = lease.message
-        self.ledger.settle(message.round, lease.attempt, message.key, lease.issue, "lost", reason)
+        deal = self.data.to_json() if message.round == FLOATING else None  # of a round it is written when that ends
+        await self._executor.run(
+            self.ledger.settle, message.round, lease.attempt, message.key, lease.issue, "lost", reason, deal
+        )
 
     def _give_up(self, lease: OpenLease, reason: str, *, failed: bool = False) -> None:
+        if lease.message.round == FLOATING and lease.id in self.book.open:
+            self.data.settle(lease.message.spans, consumed=False)  # no round's end does it
         self.book.close(lease, Lost(lease.worker, reason, failed))
         self.operands.pop(lease.id, None)
         self.notify(lease.worker)
@@ -200,20 +208,28 @@ class LiveFleet:
         """The worker could not do it, or its result was refused."""
         self._give_up(lease, reason, failed=True)
         self.lost(lease.worker, reason)
-        await self._executor.run(self._log_loss, lease, reason)
+        await self._log_loss(lease, reason)
 
     async def accept(
         self, lease: OpenLease, scalars: Mapping[str, Any], object: str, inline: Mapping[str, Tensor]
-    ) -> None:
-        """A valid result: logged first, then visible. Inline tensors are not logged: their step starts again."""
+    ) -> bool:
+        """A valid result: logged first, then visible. False if another copy of the task was answered first.
+
+        Inline tensors are not logged: their step starts again.
+        """
         message = lease.message
         row = ReplyRow(
             key=message.key, worker=lease.worker, object=object, scalars=scalars, version=message.next_version
         )
-        if not inline:
-            await self._executor.run(self.ledger.reply, message.round, lease.attempt, row, lease.issue)
+        is_first = bool(inline) or await self._executor.run(
+            self.ledger.reply, message.round, lease.attempt, row, lease.issue
+        )
         holder = self.floating if message.round == FLOATING else self._now
-        if holder.round == message.round and holder.attempt == lease.attempt:
+        is_present = holder.round == message.round and holder.attempt == lease.attempt
+        if not is_first or (is_present and row.key in holder.replies):
+            self._give_up(lease, "another worker was first")
+            return False
+        if is_present:
             holder.replies[row.key] = row
         if inline:
             self._inline[row.key] = inline
@@ -221,6 +237,7 @@ class LiveFleet:
         self.operands.pop(lease.id, None)
         self.notify(lease.worker)
         self.roster.signal()
+        return True
 
     def notify(self, worker: WorkerId) -> None:
         member = self.roster.members.get(worker)
@@ -386,8 +403,10 @@ class LiveFleet:
         for worker in self.roster.here(self._clock.now()):
             bound = None if self.book.of(worker.id) else offer(worker)
             if bound is not None:
-                number = 1 + max((int(k.rpartition("#")[2]) for k in self.floating.leases if "#" in k), default=-1)
-                fresh.append((worker.id, bound, f"{worker.id}#{number + len(fresh)}", 0))
+                # Never a key again that a commit has freed: a late report of the old result would answer the new task.
+                stem = f"#{self._now.round}.{self._now.attempt}."
+                number = len(fresh) + sum(stem in key for key in self.floating.leases)
+                fresh.append((worker.id, bound, f"{worker.id}{stem}{number}", 0))
         await self._publish_all(bound for _, bound, _, _ in fresh)
         await self._issue(self.floating, fresh, expects=None)
 
@@ -455,7 +474,7 @@ class LiveFleet:
     async def close(self, key: str) -> None:
         for lease in [x for x in self.book.open.values() if x.message.key == key]:
             self._give_up(lease, "the session was closed")
-            await self._executor.run(self._log_loss, lease, "the session was closed")
+            await self._log_loss(lease, "the session was closed")
 
     # Handles
 

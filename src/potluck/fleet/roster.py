@@ -34,7 +34,6 @@ class Member:
     quarantined: str = ""  # the reason, "" for none
     private_sequences: int = 0
     progress: pb.Progress | None = None
-    local_version: str = ""
     seconds_per_unit: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # by task name
     verdicts: dict[LeaseId, pb.Verdict] = field(default_factory=dict[LeaseId, pb.Verdict])
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # something new to tell it

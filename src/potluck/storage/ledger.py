@@ -206,11 +206,17 @@ class Ledger:
                 )
             self.put("deal", json.dumps(deal))
 
-    def settle(self, round: int, attempt: int, key: str, issue: int, status: str, reason: str = "") -> None:
-        self._db.execute(
-            "UPDATE leases SET status = ?, reason = ? WHERE round = ? AND attempt = ? AND key = ? AND issue = ?",
-            (status, reason, round, attempt, key, issue),
-        )
+    def settle(
+        self, round: int, attempt: int, key: str, issue: int, status: str, reason: str = "", deal: Any = None
+    ) -> None:
+        """Close a lease; with `deal` where its data was taken back."""
+        with self._db.transaction():
+            self._db.execute(
+                "UPDATE leases SET status = ?, reason = ? WHERE round = ? AND attempt = ? AND key = ? AND issue = ?",
+                (status, reason, round, attempt, key, issue),
+            )
+            if deal is not None:
+                self.put("deal", json.dumps(deal))
 
     def leases(self, round: int, attempt: int) -> list[LeaseRow]:
         rows = self._db.query(
@@ -222,15 +228,16 @@ class Ledger:
             LeaseRow(key=k, issue=i, worker=w, lease=bytes(blob), status=s, reason=r) for k, i, w, blob, s, r in rows
         ]
 
-    def reply(self, round: int, attempt: int, row: ReplyRow, issue: int) -> int:
-        """Log an accepted reply and close its lease. Returns its place in the order of acceptance."""
+    def reply(self, round: int, attempt: int, row: ReplyRow, issue: int) -> bool:
+        """Log an accepted reply and close its lease. False if the task had a reply already: the first one stays."""
         with self._db.transaction():
-            self._db.execute(
-                "INSERT INTO replies (round, attempt, key, worker, object, scalars, version) VALUES (?,?,?,?,?,?,?)",
+            is_first = self._db.execute(
+                "INSERT INTO replies (round, attempt, key, worker, object, scalars, version) VALUES (?,?,?,?,?,?,?) "
+                "ON CONFLICT DO NOTHING",
                 (round, attempt, row.key, row.worker, row.object, json.dumps(dict(row.scalars)), row.version),
             )
-            self.settle(round, attempt, row.key, issue, "replied")
-            return int(self._db.query("SELECT max(number) FROM replies")[0][0])
+            self.settle(round, attempt, row.key, issue, "replied" if is_first else "lost")
+            return bool(is_first)
 
     def replies(self, round: int, attempt: int) -> list[ReplyRow]:
         rows = self._db.query(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from potluck.types.untrusted import printable
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
@@ -33,9 +35,9 @@ class DeviceProfile:
                 continue
             given = value[name]
             if name == "precisions":
-                fields[name] = tuple(str(p)[:32] for p in list(given)[:16])
+                fields[name] = tuple(printable(str(p), 32) for p in list(given)[:16])
             elif isinstance(default, int):
                 fields[name] = max(0, min(int(given), 1 << 60))
             else:
-                fields[name] = str(given)[:200]
+                fields[name] = printable(str(given), 200)
         return DeviceProfile(device=fields.pop("device", "cpu"), **fields)
