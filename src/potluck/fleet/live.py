@@ -272,7 +272,8 @@ class LiveFleet:
 
     async def _wait_a_little(self) -> None:
         try:
-            await asyncio.wait_for(self.roster.change(), tick_s)
+            async with asyncio.timeout(tick_s):  # not wait_for, which before Python 3.12 may swallow a cancellation
+                await self.roster.change()
         except TimeoutError:
             return
 

@@ -208,7 +208,8 @@ class Agent:
                 await self._clock.sleep(0.2)  # let the message out before the stream closes
                 return
             try:
-                await asyncio.wait_for(runner.changed.wait(), self.spec.heartbeat_s)
+                async with asyncio.timeout(self.spec.heartbeat_s):
+                    await runner.changed.wait()
             except TimeoutError:
                 continue
 
