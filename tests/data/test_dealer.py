@@ -36,6 +36,17 @@ def test_returned_spans_are_dealt_first_and_to_anyone() -> None:
     assert again == lost
 
 
+def test_what_nobody_has_any_more_is_dealt_again() -> None:
+    dealer, state = dealer_of(8, 8), DealState()
+    state, first = dealer.deal(state, "a", 5)
+    state, second = dealer.deal(state, "b", 3)
+    state = dealer.settle(state, second, consumed=True).reclaimed()
+    (count,) = dealer.account(state)
+    assert (count.consumed, count.outstanding, count.left) == (3, 0, 13)
+    _, again = dealer.deal(state, "c", 5)
+    assert again == first
+
+
 def test_a_part_of_a_span_can_be_settled() -> None:
     dealer, state = dealer_of(8), DealState()
     state, (span,) = dealer.deal(state, "a", 6)

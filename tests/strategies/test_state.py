@@ -19,6 +19,14 @@ def test_a_state_survives_json() -> None:
     assert Rich.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
+def test_every_handle_has_a_name_and_can_be_moved() -> None:
+    a, b, c, d = (Params((Fragment(name, 3),)) for name in "abcd")
+    state = Rich(params=a, momentum=b, by_worker={"w": c, "v": a}, names=("x",), round=2)
+    assert state.named_handles() == {"params": a, "momentum": b, "by_worker-0": c, "by_worker-1": a}
+    moved = state.moved({a: d, c: b})
+    assert moved == Rich(params=d, momentum=b, by_worker={"w": b, "v": d}, names=("x",), round=2)
+
+
 def test_a_state_written_before_a_field_was_added_takes_its_default() -> None:
     a = Params((Fragment("a", 3),))
     value = Rich(params=a, momentum=a).to_json()

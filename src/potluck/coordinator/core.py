@@ -9,7 +9,7 @@ import asyncio
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from potluck.strategies.strategy import Strategy
 from potluck.transport.connection import Traffic
 from potluck.types.errors import CorruptError, PotluckError, RoundFailed, RunStopped
 from potluck.types.ids import Digest
-from potluck.types.params import Layout, Params
+from potluck.types.params import Layout
 
 
 class CheckpointConfig(BaseModel):
@@ -111,6 +111,8 @@ class Coordinator:
         self.uploads: dict[Digest, LeaseId] = {}  # what came or comes in for open leases
         self.traffic: Callable[[str], Traffic] = lambda _: Traffic()  # of this process, by worker; set by the host
         self.seen: Callable[[str], None] = lambda _: None  # blocks; notes in the member book that a worker was here
+        self.whole = asyncio.Lock()  # held while a round is committed or discarded: a stop waits for it
+        self._resumes = False  # the round under way was begun by an earlier process
         self._given: dict[str, dict[str, Any]] = {}  # by worker: tokens, rounds, bytes of earlier processes
         self._attempt = 0
         self._begun_at = 0.0
@@ -169,6 +171,7 @@ class Coordinator:
         self._given = {row["id"]: row for row in await self.executor.run(self.ledger.contributions)}
         await self.fleet.recover_floating()
         unfinished = await self.executor.run(self.ledger.unfinished_attempt, state.round)
+        self._resumes = unfinished is not None
         if unfinished is not None:
             await self.fleet.recover_attempt(state.round, unfinished)
         self.state = state
@@ -190,10 +193,10 @@ class Coordinator:
             await self.executor.run(self.ledger.roll_back, 0, self.deck.fresh())
             return first
         manifest, handles = found
-        value = {**manifest["state"], **dict.fromkeys(handles)}
-        state = self.strategy.State.from_json(value)
-        state = replace(state, **handles)
-        await self.executor.run(self.ledger.roll_back, state.round, manifest["deal"])
+        state = self.strategy.State.from_json(manifest["state"])
+        named = state.named_handles()
+        state = state.moved({named[name]: handle for name, handle in handles.items() if name in named})
+        await self.executor.run(self.ledger.roll_back, state.round, self.deck.reclaimed(manifest["deal"]))
         self.tell("note", f"{reason}; going back to the checkpoint of round {state.round}", round=state.round)
         return state
 
@@ -202,15 +205,17 @@ class Coordinator:
 
     async def begin(self, state: State) -> None:
         self._attempt = await self.executor.run(self.ledger.open_attempt, state.round, self.clock.time())
+        self._resumes = False
         self._begun_at = self.clock.now()
-        self.fleet.phase = f"round {state.round + 1}"
         await self.fleet.begin(state.round, self._attempt)
+        self.fleet.phase = f"round {state.round + 1}"
 
     async def discard(self, state: State, reason: str) -> None:
         """The round leaves no trace but the log. RunStopped after too many in a row."""
-        deal = self.fleet.settle_data(committed=False)
-        await self.executor.run(self.ledger.discard, state.round, self._attempt, reason, deal)
-        self.fleet.end(committed=False)
+        async with self.whole:
+            deal = self.fleet.settle_data(committed=False)
+            await self.executor.run(self.ledger.discard, state.round, self._attempt, reason, deal)
+            self.fleet.end(committed=False)
         self._num_discarded += 1
         self.tell("discarded", f"round {state.round + 1} discarded: {reason}", round=state.round + 1, reason=reason)
         if self._num_discarded >= self.config.max_discarded_rounds:
@@ -220,6 +225,11 @@ class Coordinator:
             )
 
     async def commit(self, state: State, proposed: State) -> State:
+        """The round counts, from the ledger's transaction on."""
+        async with self.whole:
+            return await self._commit(state, proposed)
+
+    async def _commit(self, state: State, proposed: State) -> State:
         accepted = self.fleet.accepted()
         proposed = replace(proposed, seconds=state.seconds + self.clock.now() - self._begun_at)
         deal = self.fleet.settle_data(committed=True)
@@ -248,11 +258,13 @@ class Coordinator:
         keep = {*state.handles(), self.facts.initial, self.facts.zeros}
         self.params.remove_except(keep)
         self.fleet.forget(keep)
-        floating = {Digest(r.object) for r in self.fleet.floating.replies.values() if r.object}
+        floating = {Digest(r.object) for r in list(self.fleet.floating.replies.values()) if r.object}
         published = {d for h, d in self.fleet.published().items() if h in keep}
-        uploads = {digest for digest, lease in self.uploads.items() if lease in self.fleet.book.open}
+        over = [digest for digest, lease in list(self.uploads.items()) if lease not in self.fleet.book.open]
+        for digest in over:
+            self.uploads.pop(digest, None)
+        uploads = list(self.uploads)
         self.objects.collect({*published, *floating, *uploads, *self.deck.digests(), *self.plan.open_objects})
-        self.uploads = {digest: lease for digest, lease in self.uploads.items() if digest in uploads}
 
     async def validate(self, state: State) -> None:
         """The loss on held-out text where it is due: at the start, every so many rounds, at the end."""
@@ -260,6 +272,8 @@ class Coordinator:
         due = state.round == 0 or self.finished(state) or (every and state.round % every == 0)
         if not due or state.round in self.losses or self.deck.num_held_out == 0 or self.stop_reason:
             return
+        if self._resumes:
+            return  # it was tried before the round began whose work is still in the workers' hands
         await self.fleet.ready(self.config.min_workers)
         self.fleet.phase = "validating"
         await self.fleet.begin(state.round, VALIDATION_ATTEMPT)
@@ -285,7 +299,7 @@ class Coordinator:
         await self.checkpoint(state)
 
     async def checkpoint(self, state: State) -> Path:
-        handles = {name: value for name, value in vars_of(state).items() if isinstance(value, Params)}
+        handles = state.named_handles()
         manifest = {"state": state.to_json(), "deal": self.deck.to_json(), "run_id": self.plan.spec.run_id}
         path = await self.executor.run(self.checkpoints.save, f"round-{state.round:06d}", manifest, handles)
         self.tell("checkpoint", f"checkpoint of round {state.round} saved", path=str(path), round=state.round)
@@ -330,12 +344,6 @@ class Coordinator:
     def tell(self, kind: str, text: str, **detail: Any) -> None:
         self._on_event(Event(kind=kind, at=self.clock.time(), text=text, detail=detail))
 
-    def status(self) -> dict[str, Any]:
-        """A snapshot for views and `potluck status`."""
-        from potluck.coordinator.status import snapshot
-
-        return snapshot(self)
-
 
 def open_ledger(folder: Path, *, durable: bool) -> Ledger:
     """The run's ledger. CorruptError says what is lost with a damaged one: never what a checkpoint covers."""
@@ -359,10 +367,6 @@ VALIDATION_ATTEMPT = 1_000_000
 
 def _nothing(id: str) -> dict[str, Any]:
     return {"id": id, "tokens": 0, "rounds": 0, "bytes_up": 0, "bytes_down": 0}
-
-
-def vars_of(state: State) -> Mapping[str, Any]:
-    return {name: getattr(state, name) for name in state.__dataclass_fields__}
 
 
 def write_metrics(path: Path, event: Event) -> None:

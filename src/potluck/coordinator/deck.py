@@ -73,6 +73,10 @@ class Deck:
     def fresh(self) -> Any:
         return DealState().to_json()
 
+    def reclaimed(self, value: Any) -> Any:
+        """A stored deal with what was handed out then taken back: nobody has it any more."""
+        return DealState.from_json(value).reclaimed().to_json()
+
     def restore(self, value: Any) -> None:
         self._state = DealState.from_json(value)
 

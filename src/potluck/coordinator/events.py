@@ -14,7 +14,7 @@ class Event:
     - `listening`: address, join_line      the coordinator can be reached
     - `joined`, `left`: worker             `left` has a reason
     - `waiting`: reason                    what the run waits for
-    - `round`: round, loss, workers, tokens, bytes, seconds    a round was committed
+    - `round`: round, loss, workers, tokens, seconds    a round was committed
     - `discarded`: round, reason           a round was discarded
     - `lost`: worker, reason             a piece of work was given up, or its result refused
     - `validation`: round, loss

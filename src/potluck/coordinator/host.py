@@ -7,6 +7,7 @@ import ipaddress
 import json
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from potluck.clock import SystemClock, ThreadExecutor
@@ -17,6 +18,7 @@ from potluck.coordinator.loop import train
 from potluck.coordinator.options import HostOptions, Listening, RunResult, WorkerResult
 from potluck.coordinator.prepare import Prepared, prepare
 from potluck.coordinator.service import CoordinatorService
+from potluck.coordinator.status import snapshot
 from potluck.models.export import save_model_dir
 from potluck.storage.database import Database
 from potluck.storage.files import FolderLock, write_atomic
@@ -99,7 +101,7 @@ class _Hosting:
         network = _Network(self, run)
         try:
             join_line = await network.open()
-            on_listening(Listening(join_line=join_line, status=run.status, stop=run.stop))
+            on_listening(Listening(join_line=join_line, status=partial(snapshot, run), stop=run.stop))
             state = await self._train(run)
             return await self._result(run, prepared, state)
         finally:
@@ -128,7 +130,8 @@ class _Hosting:
                 if watching.done():
                     watching.result()
             if not training.done():
-                training.cancel()  # in the middle of a round: what was acknowledged stays in the ledger
+                async with run.whole:
+                    training.cancel()  # in the middle of a round: what was acknowledged stays in the ledger
                 await asyncio.gather(training, return_exceptions=True)
                 if run.failure is not None:
                     raise run.failure

@@ -10,6 +10,7 @@ from typing import Any
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import flat_size
 from potluck.coordinator.core import Coordinator
+from potluck.coordinator.status import snapshot
 from potluck.fleet.roster import LeaseId, Member, missed_heartbeats
 from potluck.protocol import check_version, pb, upload_purpose, version
 from potluck.storage.digest import check_digest
@@ -95,7 +96,7 @@ class CoordinatorService:
         return reply.SerializeToString()
 
     async def _status(self, peer: Peer, data: bytes) -> bytes:
-        return pb.StatusReply(status_json=json.dumps(self.run.status())).SerializeToString()
+        return pb.StatusReply(status_json=json.dumps(snapshot(self.run))).SerializeToString()
 
     # Control
 

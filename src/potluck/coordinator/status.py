@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from potluck.coordinator.core import Coordinator
 from potluck.fleet.roster import Member, absence
-
-if TYPE_CHECKING:
-    from potluck.coordinator.core import Coordinator
 
 
 def snapshot(run: Coordinator) -> dict[str, Any]:

@@ -45,6 +45,11 @@ class DealState:
     epochs: tuple[Epoch, ...] = ()
     num_done: int = 0
 
+    def reclaimed(self) -> DealState:
+        """Everything outstanding is returned: for a state that is restored without its leases."""
+        epochs = (replace(e, returned=_merged((*e.returned, *e.outstanding)), outstanding=()) for e in self.epochs)
+        return DealState(tuple(epochs), self.num_done)
+
     def to_json(self) -> dict[str, Any]:
         epochs = [
             [e.number, e.num_begun, [[w, *r] for w, r in e.held], list(e.returned), list(e.outstanding), e.num_consumed]

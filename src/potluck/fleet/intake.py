@@ -104,9 +104,7 @@ class Intake:
         finally:
             lease.checking = False
 
-    async def _judge(
-        self, member: Member, lease: OpenLease, result: pb.TaskResult, inline: dict[str, Tensor]
-    ) -> None:
+    async def _judge(self, member: Member, lease: OpenLease, result: pb.TaskResult, inline: dict[str, Tensor]) -> None:
         """Believe a result that is here whole, or refuse it."""
         try:
             scalars = self._scalars(lease, result)

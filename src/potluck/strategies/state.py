@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,24 +24,24 @@ class State:
 
     def handles(self) -> tuple[Params, ...]:
         """Every handle in the state: what must be kept to restore it."""
-        found: list[Params] = []
+        return tuple(self.named_handles().values())
 
-        def walk(value: Any) -> None:
-            match value:
-                case Params():
-                    found.append(value)
-                case dict():
-                    for item in value.values():
-                        walk(item)
-                case tuple() | list():
-                    for item in value:
-                        walk(item)
-                case _:
-                    pass
-
+    def named_handles(self) -> dict[str, Params]:
+        """Every handle under a name of its own: its field's, numbered where the field holds tuples or dicts of them."""
+        named: dict[str, Params] = {}
         for field in dataclasses.fields(self):
-            walk(getattr(self, field.name))
-        return tuple(found)
+            value = getattr(self, field.name)
+            if isinstance(value, Params):
+                named[field.name] = value
+            else:
+                named |= {f"{field.name}-{i}": handle for i, handle in enumerate(_handles_in(value))}
+        return named
+
+    def moved(self: S, to: Mapping[Params, Params]) -> S:
+        """The same state with other handles in the place of its own, as after reading a checkpoint."""
+        return dataclasses.replace(
+            self, **{field.name: _moved(getattr(self, field.name), to) for field in dataclasses.fields(self)}
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {field.name: _encode(getattr(self, field.name)) for field in dataclasses.fields(self)}
@@ -50,6 +51,32 @@ class State:
         """The state written by `to_json`. Fields that were added since take their defaults."""
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: _decode(item) for name, item in value.items() if name in names})
+
+
+def _handles_in(value: Any) -> Iterator[Params]:
+    match value:
+        case Params():
+            yield value
+        case dict():
+            for item in value.values():
+                yield from _handles_in(item)
+        case tuple() | list():
+            for item in value:
+                yield from _handles_in(item)
+        case _:
+            pass
+
+
+def _moved(value: Any, to: Mapping[Params, Params]) -> Any:
+    match value:
+        case Params():
+            return to.get(value, value)
+        case dict():
+            return {k: _moved(v, to) for k, v in value.items()}
+        case tuple() | list():
+            return tuple(_moved(v, to) for v in value)
+        case _:
+            return value
 
 
 def _encode(value: Any) -> Any:

@@ -1,0 +1,45 @@
+"""What a coordinator that was killed or lost files goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.contract.checks import cost_s
+from potluck.contract.problem import Problem
+from potluck.fleet.config import FleetConfig
+from potluck.simulator.world import World
+from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+
+
+def test_a_checkpoint_in_the_middle_of_a_round_loses_no_data_and_counts_none_twice(tmp_path: Path) -> None:
+    problem = Problem(num_rounds=4, fleet=FleetConfig(min_workers=2))
+
+    async def main() -> None:
+        world = World(
+            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=5))), problem.make_deck, tmp_path, clock=VirtualClock(),
+            make_executor=InlineExecutor,
+        )  # fmt: skip
+        for name in ("w1", "w2"):
+            world.add(name, cost_s=cost_s)
+        await world.start()
+        while world.run is None or world.run.state is None or world.run.state.round < 2:
+            await world.clock.sleep(0.1)
+        await world.clock.sleep(1.0)  # in the third round
+        (epoch,) = world.run.deck.account()
+        assert (epoch["consumed"], epoch["outstanding"]) == (80, 40)
+        await world.run.checkpoint(world.run.state)
+        await world.crash_coordinator()
+        for file in (tmp_path / "coordinator" / "params").glob("r*.f32"):
+            file.unlink()
+        await world.clock.sleep(1.0)
+        await world.start()
+        state = await world.finish()
+        assert any("going back to the checkpoint of round 2" in event.text for event in world.events)
+        assert (state.round, state.tokens) == (4, 160 * problem.seq_len)
+        assert world.last is not None
+        (epoch,) = world.last.deck.account()
+        assert (epoch["consumed"], epoch["outstanding"]) == (160, 0)
+        assert sum(row["tokens"] for row in world.last.contributions()) == state.tokens
+
+    run_virtual(main())
