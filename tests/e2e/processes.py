@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -43,6 +45,16 @@ def write_recipe(path: Path, data: str, **sections: str) -> Path:
     body = "\n\n".join(f"[{name}]\n{text}" for name, text in parts.items() if text)
     path.write_text(f'name = "tiny"\nseed = 3\n\n{body}\n')
     return path
+
+
+def free_ports() -> int:
+    """A port that is free, as is the next: what `host --address` needs."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            with contextlib.suppress(OSError):
+                second.bind(("127.0.0.1", first.getsockname()[1] + 1))
+                return int(first.getsockname()[1])
 
 
 def command(*arguments: str | Path) -> list[str]:

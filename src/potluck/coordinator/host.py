@@ -44,6 +44,8 @@ async def serve(
 
     PotluckError with what is wrong; RunStopped when too many rounds in a row fail.
     """
+    if options.address:
+        parse_address(options.address)  # before minutes are spent on data
     options.run_dir.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(options.run_dir)
     files = ThreadExecutor(1, "files")
