@@ -173,7 +173,7 @@ class World:
 
         host.agent = Agent(
             Introduction(id=id, profile=DeviceProfile(device="cpu")), connect=connect, equip=equipped,
-            clock=self.clock, executor=self._executor(), told=host.notes.append,
+            clock=self.clock, told=host.notes.append,
         )  # fmt: skip
         host.task = asyncio.create_task(host.agent.work())
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from potluck.clock import Clock, Executor
+from potluck.clock import Clock
 from potluck.protocol import check_version, pb, version
 from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Channel, Connection
@@ -47,11 +47,11 @@ class Agent:
 
     def __init__(
         self, introduction: Introduction, *, connect: Callable[[], Awaitable[Connection]],
-        equip: Callable[[RunSpec, Link], Awaitable[Runner]], clock: Clock, executor: Executor,
-        told: Callable[[str], None], patience_s: float = 60.0,
+        equip: Callable[[RunSpec, Link], Awaitable[Runner]], clock: Clock, told: Callable[[str], None],
+        patience_s: float = 60.0,
     ) -> None:  # fmt: skip
         self.introduction = introduction
-        self._connect, self._equip, self._clock, self._executor, self._told = connect, equip, clock, executor, told
+        self._connect, self._equip, self._clock, self._told = connect, equip, clock, told
         self._patience_s = patience_s
         self._random = random.Random(introduction.id)
         self._leaving = False
@@ -92,7 +92,7 @@ class Agent:
         finally:
             if running is not None:
                 if self.runner is not None:
-                    self.runner.trainer.cancel()
+                    self.runner.cancel()
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
 

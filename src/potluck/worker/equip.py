@@ -43,7 +43,7 @@ async def equip(
     if spec.tokenizer_object:
         digest = check_digest(spec.tokenizer_object)
         await link.retry(lambda connection: objects.fetch(connection, digest, run_folder.objects, files))
-        tokenizer = run_folder.objects.path(digest).read_bytes()
+        tokenizer = await files.run(run_folder.objects.path(digest).read_bytes)
 
     def build() -> Trainer:
         install_tasks(spec.strategy)

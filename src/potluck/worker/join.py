@@ -92,7 +92,7 @@ class _Joining:
 
         agent = Agent(
             Introduction(id=self._identity.worker_id, profile=self._profile, strategies=self._strategies),
-            connect=connect, equip=equipped, clock=self.clock, executor=self.files, told=self.say,
+            connect=connect, equip=equipped, clock=self.clock, told=self.say,
         )  # fmt: skip
         return agent
 

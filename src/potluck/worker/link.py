@@ -27,8 +27,8 @@ class Link:
             self._up.set()
 
     async def connection(self) -> Connection:
-        await self._up.wait()
-        assert self._connection is not None
+        while self._connection is None:  # it may break again before the one who waited runs
+            await self._up.wait()
         return self._connection
 
     async def retry(self, action: Callable[[Connection], Awaitable[T]]) -> T:

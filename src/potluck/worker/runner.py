@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from potluck.codecs.bundle import Bundle, write_flat
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb, upload_purpose
 from potluck.storage.digest import check_digest
+from potluck.storage.files import unfinished_name
 from potluck.strategies.replica import TaskCancelled
 from potluck.strategies.task import Result, TaskFunction, decode_arguments, installed
 from potluck.transport import objects
@@ -66,6 +68,9 @@ class Runner:
         self.posts: dict[LeaseId, Post] = {}
         self._recent: deque[tuple[Digest, ...]] = deque(maxlen=recent_leases)  # what the last leases needed
         self._decoded: tuple[Digest, Tensor] | None = None  # the last parameters, for tasks that share them
+        self._unsent: set[Digest] = set()  # results that are encoded and not yet among `results`
+        self._storing = threading.Lock()  # held while a result gets its name, and while objects are collected
+        self._saving = asyncio.Lock()
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -77,7 +82,9 @@ class Runner:
 
     async def desire(self, desired: pb.Desired) -> None:
         """Take the whole situation in: start what is new, drop what is no longer wanted, adopt what was committed."""
-        self.wanted = {lease_id(lease): lease for lease in desired.leases[:MAX_WANTED]}
+        before, self.wanted = self.wanted, {lease_id(lease): lease for lease in desired.leases[:MAX_WANTED]}
+        for id in before.keys() - self.wanted.keys():
+            self.operands.pop(id, None)
         for verdict in desired.verdicts:
             if verdict.verdict == "refused":
                 self._note(f"the coordinator refused {verdict.key} of round {verdict.round + 1}: {verdict.reason}")
@@ -87,28 +94,42 @@ class Runner:
             del self.results[id]
             self.inline_results.pop(id, None)
         if self.current is not None and self.current not in self.wanted:
-            self.trainer.cancel()
-            for post in self.posts.values():
-                post.cancel()
+            self.cancel()
         for given in desired.inputs:
             await self._take_input(given)
         if gone or desired.adopted_version != self.adopted:
             self.adopted = desired.adopted_version
-            await self._files.run(self._tidy, [desired.adopted_version, *desired.held_versions[:MAX_WANTED]])
+            await self._tidy([desired.adopted_version, *desired.held_versions[:MAX_WANTED]])
         self._wake.set()
 
-    def _tidy(self, versions: list[str]) -> None:
-        pending = [lease.next_version for lease in self.wanted.values()]
-        bases = [lease.base_version for lease in self.wanted.values()]
-        self.folder.keep_versions([*versions, *pending, *bases])
-        self.folder.save_results(self.results)
-        needed = {Digest(r.object) for r in self.results.values() if r.object}
-        needed |= {Digest(d) for lease in self.wanted.values() for d in lease.objects}
-        needed |= {digest for digests in self._recent for digest in digests}
-        self.folder.objects.collect(needed | self.sources.digests())
+    def cancel(self) -> None:
+        """The running task ends at its next step, a session also where it waits for an input."""
+        self.trainer.cancel()
+        for post in list(self.posts.values()):
+            post.cancel()
+
+    async def _tidy(self, versions: list[str]) -> None:
+        """Drop what nobody asks for any more."""
+        leases = list(self.wanted.values())
+        keep = [*versions, *(x.next_version for x in leases), *(x.base_version for x in leases)]
+        await self._files.run(self.folder.keep_versions, keep)
+        await self._save_results()
+        await self._files.run(self._collect)
+
+    def _collect(self) -> None:
+        """In a file thread, so on copies of what the event loop changes."""
+        with self._storing:
+            needed = {Digest(r.object) for r in list(self.results.values()) if r.object}
+            needed |= {Digest(d) for lease in list(self.wanted.values()) for d in lease.objects}
+            needed |= {digest for digests in list(self._recent) for digest in digests}
+            self.folder.objects.collect(needed | self._unsent | self.sources.digests())
+
+    async def _save_results(self) -> None:
+        async with self._saving:  # the later state is written later
+            await self._files.run(self.folder.save_results, dict(self.results))
 
     async def _take_input(self, given: pb.SessionInput) -> None:
-        for id, post in self.posts.items():
+        for id, post in list(self.posts.items()):
             if id[2] == given.key and not post.has_input(given.step):
                 for digest in given.objects:
                     await self._fetch(Digest(digest))
@@ -143,6 +164,8 @@ class Runner:
                 self.changed.set()
 
     def _fail(self, lease: pb.Lease, reason: str) -> None:
+        if lease_id(lease) not in self.wanted:
+            return  # nobody asks any more, so its inputs may be gone
         self._note(f"{lease.task} failed: {reason}")
         self.results[lease_id(lease)] = pb.TaskResult(
             key=lease.key, attempt=lease.attempt, round=lease.round, error=reason[:500]
@@ -174,6 +197,8 @@ class Runner:
         pinned = function.kind != "pure"
         with self.sources.open(lease) as source:
             replica = self.trainer.prepare(lease, source, pinned=pinned)
+            if lease_id(lease) not in self.wanted:
+                raise TaskCancelled  # `prepare` has forgotten a cancel that came before it
             if function.kind == "session":
                 post = Post(self._emitted)
                 replica.mailbox = self.posts[lease_id(lease)] = post
@@ -194,14 +219,22 @@ class Runner:
         if result.tensors:
             self.activity = ("uploading", 0)
             digest = await self._files.run(self._encode, lease, result.tensors)
-            await self.link.retry(lambda connection: self._push(connection, digest, lease))
+            try:
+                await self.link.retry(lambda connection: self._push(connection, digest, lease))
+            except PotluckError:
+                self._unsent.discard(digest)
+                raise
             answer.object = digest
         if result.inline:
             answer.num_inline = len(result.inline)
             self.inline_results[lease_id(lease)] = dict(result.inline)
             self.inline_changed.set()
-        self.results[lease_id(lease)] = answer
-        await self._files.run(self.folder.save_results, dict(self.results))
+        self._report(answer)
+        await self._save_results()
+
+    def _report(self, answer: pb.TaskResult) -> None:
+        self.results[lease_id(answer)] = answer
+        self._unsent.discard(Digest(answer.object))
 
     async def deliver_emissions(self) -> None:
         """Turn what running sessions emitted into results to report."""
@@ -217,7 +250,7 @@ class Runner:
                 if tensors:
                     answer.object = await self._files.run(self._encode, lease, tensors)
                     await self._push(await self.link.connection(), Digest(answer.object), lease)
-                self.results[lease_id(answer)] = answer
+                self._report(answer)
 
     async def _push(self, connection: Any, digest: Digest, lease: pb.Lease) -> None:
         await objects.push(
@@ -287,9 +320,12 @@ class Runner:
 
     def _encode(self, lease: pb.Lease, tensors: Mapping[str, Tensor]) -> Digest:
         ((name, vector),) = tensors.items()
-        path = self.folder.root / "result.tmp"
+        path = unfinished_name(self.folder.root / "result")  # a session's results may be encoded two at a time
         write_flat(path, name, vector, self.trainer.layout, codec(lease.up_codec or "fp32"))
-        return self.folder.objects.adopt(path)
+        with self._storing:
+            digest = self.folder.objects.adopt(path)
+            self._unsent.add(digest)
+        return digest
 
     # What to report
 
@@ -299,7 +335,7 @@ class Runner:
         _, attempt, key = self.current
         activity, step = self.activity
         if activity == "training":
-            step = self.trainer.num_steps
+            step = self.trainer.num_steps or self.trainer.num_batches  # validation takes no steps
         return [
             pb.Progress(key=key, attempt=attempt, step=step, activity=activity, tokens_per_s=self.trainer.tokens_per_s)
         ]

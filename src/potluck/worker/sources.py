@@ -25,6 +25,7 @@ from potluck.types.errors import DataError, Refused
 from potluck.types.ids import Digest
 
 MAX_SPANS = 4096
+MAX_SHARDS_KEPT = 256
 
 
 @dataclass
@@ -54,16 +55,16 @@ class Sources:
     objects: ObjectStore
     own: PreparedData | None = None
     listed: ListedFiles | None = None
-    _shards_read: set[Digest] = field(default_factory=set[Digest])
+    _shards_read: dict[Digest, None] = field(default_factory=dict[Digest, None])  # the last one read is last
 
     @property
     def vocab_size(self) -> int:
         return int(self.spec.model_config_json["vocab_size"])
 
     def digests(self) -> set[Digest]:
-        """Objects to keep: shards it read from, and the tokenizer."""
+        """Objects to keep: the shards it read last, and the tokenizer."""
         tokenizer = {Digest(self.spec.tokenizer_object)} if self.spec.tokenizer_object else set[Digest]()
-        return self._shards_read | tokenizer
+        return tokenizer | set(list(self._shards_read)[-MAX_SHARDS_KEPT:])
 
     @contextmanager
     def open(self, lease: pb.Lease) -> Iterator[Fed]:
@@ -91,7 +92,10 @@ class Sources:
         if self.listed is not None:
             return self.listed.open(span)
         digest = check_digest(span.shard)
-        self._shards_read.add(digest)
+        self._shards_read.pop(digest, None)
+        self._shards_read[digest] = None
+        if len(self._shards_read) > 2 * MAX_SHARDS_KEPT:
+            self._shards_read = dict.fromkeys(list(self._shards_read)[-MAX_SHARDS_KEPT:])
         return _open_shard(self.objects.path(digest), self.spec.seq_len, self.vocab_size)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb
-from potluck.storage.files import require_free, write_atomic
+from potluck.storage.files import remove_unfinished, require_free, write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import CorruptError
 
@@ -38,8 +38,8 @@ class RunFolder:
         self._local = root / "local"
         self._local.mkdir(parents=True, exist_ok=True)
         self.objects = ObjectStore(root / "objects")
-        for leftover in self._local.glob("*.tmp"):
-            leftover.unlink()
+        for folder in (root, self._local):
+            remove_unfinished(folder)
 
     # Pinned states
 

@@ -32,7 +32,8 @@ class Trainer:
         self._replica, self._folder, self._note = replica, folder, note
         self._in_memory: str | None = None  # the version the replica's inner state is at; None for unknown
         self._cursor: dict[str, Any] = {}
-        self.num_steps = 0
+        self.num_steps = 0  # of the running task
+        self.num_batches = 0  # that it has read
         self.tokens_per_s = 0.0
         replica.on_step = self._stepped
 
@@ -50,14 +51,19 @@ class Trainer:
 
     def prepare(self, lease: pb.Lease, source: Source, *, pinned: bool) -> TorchReplica:
         """The replica at the state the lease starts from, with its data. In the compute thread."""
-        self.num_steps = 0
+        self.num_steps = self.num_batches = 0
         if pinned:
             if self._in_memory != lease.base_version:
                 self._restore(lease.base_version)
             source.seek(self._cursor)
             self._in_memory = None  # until the task ends well, what is in memory is neither v nor v+1
-        self._replica.feed(iter(source))
+        self._replica.feed(self._counted(source))
         return self._replica
+
+    def _counted(self, source: Source) -> Iterator[Tensor]:
+        for batch in source:
+            self.num_batches += 1
+            yield batch
 
     def _restore(self, version: str) -> None:
         self._replica.reset_local_state()

@@ -1,0 +1,140 @@
+"""What a worker wants, does and keeps, with a toy device."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.contract.problem import Problem
+from potluck.protocol import pb
+from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+from potluck.strategies.run import RunSpec
+from potluck.strategies.task import Result, task
+from potluck.types.params import Layout
+from potluck.worker.link import Link
+from potluck.worker.runner import Runner, lease_id
+from potluck.worker.sources import MAX_SHARDS_KEPT, Sources
+from potluck.worker.state import RunFolder
+from potluck.worker.trainer import Trainer
+
+calls: list[int] = []
+
+
+@task("toyrun.note")
+def note(replica: object, *, number: int) -> Result:
+    calls.append(number)
+    return Result({"number": number})
+
+
+class Device:
+    """A replica that only keeps what it is fed."""
+
+    layout = Layout.of([("a", (4,))])
+
+    def __init__(self) -> None:
+        self.source: Iterable[Tensor] = ()
+        self.on_step: Any = None
+
+    def feed(self, source: Iterable[Tensor]) -> None:
+        self.source = source
+
+    def cancel(self) -> None:
+        pass
+
+
+def spec() -> RunSpec:
+    return Problem().plan(DiLoCo(DiLoCoConfig())).spec
+
+
+def make(folder: Path, trainer: Trainer | None = None) -> Runner:
+    home = RunFolder(folder)
+    trainer = trainer or Trainer(Device(), home, lambda _: None)  # pyright: ignore[reportArgumentType]
+    return Runner(
+        folder=home, trainer=trainer, sources=Sources(spec=spec(), objects=home.objects), link=Link(),
+        clock=VirtualClock(), compute=InlineExecutor(), files=InlineExecutor(), note=lambda _: None,
+    )  # fmt: skip
+
+
+def lease(key: str = "k", number: int = 1) -> pb.Lease:
+    return pb.Lease(
+        key=key, round=0, attempt=0, task="toyrun.note", kind="pure", arguments_json=f'{{"number":{number}}}'
+    )
+
+
+def test_batches_of_a_task_without_steps_count_as_progress(tmp_path: Path) -> None:
+    device = Device()
+    trainer = Trainer(device, RunFolder(tmp_path), lambda _: None)  # pyright: ignore[reportArgumentType]
+    trainer.prepare(lease(), iter([torch.zeros(1), torch.ones(1)]), pinned=False)  # pyright: ignore[reportArgumentType]
+    assert trainer.num_batches == 0
+    assert len(list(device.source)) == 2
+    assert trainer.num_batches == 2
+
+
+def test_work_that_is_no_longer_wanted_when_the_device_is_ready_is_not_done(tmp_path: Path) -> None:
+    calls.clear()
+
+    async def main() -> None:
+        runner = make(tmp_path)
+        prepare = runner.trainer.prepare
+
+        def dropped_meanwhile(given: pb.Lease, source: Any, *, pinned: bool) -> Any:
+            if given.key == "dropped":
+                runner.wanted = {lease_id(kept): kept}
+            return prepare(given, source, pinned=pinned)
+
+        runner.trainer.prepare = dropped_meanwhile  # pyright: ignore[reportAttributeAccessIssue]
+        kept = lease("kept", 2)
+        working = asyncio.create_task(runner.run())
+        await runner.desire(pb.Desired(leases=[lease("dropped", 1)]))
+        await asyncio.sleep(1)
+        assert calls == [2]
+        assert [r.key for r in runner.results.values()] == ["kept"]
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+    run_virtual(main())
+
+
+def test_operands_go_with_their_lease(tmp_path: Path) -> None:
+    async def main() -> None:
+        runner = make(tmp_path)
+        first, second = lease("first"), lease("second")
+        runner.give_operands(lease_id(second), {"0": torch.ones(2)})  # may come before its lease
+        await runner.desire(pb.Desired(leases=[first, second]))
+        runner.give_operands(lease_id(first), {"0": torch.ones(2)})
+        await runner.desire(pb.Desired(leases=[second]))
+        assert list(runner.operands) == [lease_id(second)]
+
+    run_virtual(main())
+
+
+def test_a_result_on_its_way_is_not_collected(tmp_path: Path) -> None:
+    async def main() -> None:
+        runner = make(tmp_path)
+        digest = runner._encode(lease(), {"delta": torch.arange(4.0)})
+        await runner.desire(pb.Desired(adopted_version="v1"))  # which tidies up
+        assert runner.folder.objects.has(digest)
+        runner._report(pb.TaskResult(key="k", object=digest))
+        await runner.desire(pb.Desired(adopted_version="v2", verdicts=[pb.Verdict(key="k", verdict="accepted")]))
+        assert not runner.folder.objects.has(digest)
+
+    run_virtual(main())
+
+
+def test_only_the_shards_read_last_are_kept(tmp_path: Path) -> None:
+    sources = make_sources(tmp_path)
+    for number in range(3 * MAX_SHARDS_KEPT):
+        sources._shards_read[f"sha256:{number:064x}"] = None  # pyright: ignore[reportArgumentType]
+    kept = sources.digests()
+    assert len(kept) == MAX_SHARDS_KEPT
+    assert f"sha256:{3 * MAX_SHARDS_KEPT - 1:064x}" in kept
+
+
+def make_sources(folder: Path) -> Sources:
+    return Sources(spec=spec(), objects=RunFolder(folder).objects)
