@@ -37,11 +37,10 @@ def stall_watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float]
 
     def timed(handle: asyncio.events.Handle) -> None:
         cpu, wall = time.thread_time(), time.perf_counter()
-        what = repr(handle)
         run(handle)
         cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
         if cpu > limit_s or wall > 10 * limit_s:
-            stalls.append(f"{what}: {wall * 1000:.0f} ms, {cpu * 1000:.0f} ms of them on the CPU")
+            stalls.append(f"{handle!r}: {wall * 1000:.0f} ms, {cpu * 1000:.0f} ms of them on the CPU")
 
     def set_limit(seconds: float) -> None:
         nonlocal limit_s

@@ -163,7 +163,8 @@ def run(network: Memory | Sockets, service: Handlers, main: Callable[[], Awaitab
         raise AssertionError(f"still running: {left}")
 
     def threads() -> set[threading.Thread]:
-        return {t for t in threading.enumerate() if "_poll_wrapper" not in t.name}  # gRPC's one poller stays
+        """All but gRPC's one poller, which stays, and the executors that belong to the test."""
+        return {t for t in threading.enumerate() if "_poll_wrapper" not in t.name and not t.name.startswith("potluck")}
 
     before = threads()
     asyncio.run(whole())

@@ -184,29 +184,36 @@ async def _take_chunks(
     channel: Channel, partial: PartialObject, offset: int, executor: Executor
 ) -> AsyncGenerator[int, None]:
     """Write what arrives from `offset` on; yields how many bytes are safe, until that is all of them."""
+    frames: list[bytes] = []
+    receiving: asyncio.Future[bytes | None] | None = None
     writing: asyncio.Future[int] | None = None
     try:
-        while offset < partial.size and partial.offset < partial.size:
-            frames: list[bytes] = []
-            while offset < partial.size and _has_time(frames, writing):
-                frame = await channel.receive()
+        while writing is not None or partial.offset < partial.size:
+            if receiving is None and offset < partial.size and len(frames) < BATCH_CHUNKS:
+                receiving = asyncio.ensure_future(channel.receive())
+            if writing is None and frames:
+                writing = asyncio.ensure_future(executor.run(_write, partial, frames))
+                frames = []
+            waited = [work for work in (receiving, writing) if work is not None]
+            if not waited:
+                raise CorruptError(f"{partial.size} bytes of {partial.digest} came and not all of them are new")
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if writing is not None and writing.done():
+                yield writing.result()
+                writing = None
+            if receiving is not None and receiving.done():
+                frame = receiving.result()
                 if frame is None:
                     raise ConnectionLost(f"the stream ended at byte {offset} of {partial.size}")
                 frames.append(frame)
                 offset += max(len(frame) - CHUNK_HEADER_BYTES, 0)
-            if writing is not None:
-                yield await writing
-            writing = asyncio.ensure_future(executor.run(_write, partial, frames))
-        if writing is not None:
-            yield await writing
+                receiving = None
     finally:
+        if receiving is not None:
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
         if writing is not None:
             await _settle(writing)
-
-
-def _has_time(frames: list[bytes], writing: asyncio.Future[int] | None) -> bool:
-    """Whether to receive more before the next write: at least one frame, and more while the last write still runs."""
-    return not frames or (writing is not None and not writing.done() and len(frames) < BATCH_CHUNKS)
 
 
 def _write(partial: PartialObject, frames: list[bytes]) -> int:

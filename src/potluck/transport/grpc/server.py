@@ -61,10 +61,11 @@ class GrpcServer:
         if self._identity is None and not is_loopback(host):
             raise AddressError(f"plain text on {host} is refused; listen on 127.0.0.1 or leave TLS on")
         handler = _Router(self._handler)
-        self._server = grpc.aio.server(handlers=(handler,), options=server_options())
+        server = grpc.aio.server(handlers=(handler,), options=server_options())
         credentials = None if self._identity is None else server_credentials(self._identity, mutual=True)
-        bound = bind(self._server, host, port, credentials)
-        await self._server.start()
+        bound = bind(server, host, port, credentials)
+        await server.start()
+        self._server = server
         return bound
 
     async def stop(self, grace_s: float = 0.5) -> None:
@@ -222,11 +223,11 @@ class EnrolServer:
     async def start(self, port: int, host: str = "[::]") -> int:
         """The port it listens on (0 picks one). AddressError if it cannot have it."""
         handler = _Router(self._handler, {ENROL_METHOD})
-        self._server = grpc.aio.server(
-            handlers=(handler,), options=server_options(MAX_ENROL_BYTES), maximum_concurrent_rpcs=MAX_ENROLS
-        )
-        bound = bind(self._server, host, port, server_credentials(self._identity, mutual=False))
-        await self._server.start()
+        options = server_options(MAX_ENROL_BYTES)
+        server = grpc.aio.server(handlers=(handler,), options=options, maximum_concurrent_rpcs=MAX_ENROLS)
+        bound = bind(server, host, port, server_credentials(self._identity, mutual=False))
+        await server.start()
+        self._server = server
         return bound
 
     async def stop(self) -> None:

@@ -11,6 +11,8 @@ import grpc
 from potluck.types.errors import ConnectionLost, CorruptError, NotAdmitted, PotluckError, Refused
 
 ERROR_KEY = "potluck-error"
+_untrusted = ("CERTIFICATE_VERIFY_FAILED", "BAD_SIGNATURE", "Hostname Verification Check failed")
+"""What a failed handshake says where the server's certificate is not by our authority, or not for its name."""
 
 Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
 
@@ -40,7 +42,7 @@ def from_status(error: grpc.aio.AioRpcError, address: str) -> Exception:
         return Refused(f"what answers at {address} does not know this call; check that it is a Potluck coordinator")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return NotAdmitted(f"{address} refused this machine: {sentence}")
-    if "CERTIFICATE_VERIFY_FAILED" in sentence:
+    if any(sign in sentence for sign in _untrusted):
         return NotAdmitted(
             f"what answers at {address} does not hold a valid certificate of the authority this machine joined; "
             "join again with a new join line"
