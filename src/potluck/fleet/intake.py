@@ -21,6 +21,7 @@ from potluck.fleet.live import LiveFleet
 from potluck.fleet.roster import LeaseId, Member
 from potluck.protocol import pb
 from potluck.storage.digest import check_digest
+from potluck.strategies.task import installed
 from potluck.types.errors import Refused
 from potluck.types.ids import WorkerId
 from potluck.types.untrusted import printable
@@ -29,6 +30,17 @@ MAX_SCALARS_BYTES = 65536
 MAX_RESULTS = 256
 MAX_ERROR_LENGTH = 500
 MAX_ACTIVITY_LENGTH = 40
+MAX_MAGNITUDE = 1e30
+"""Of a scalar: sums of such numbers and their quotients are finite."""
+MAX_OWN_TOKENS = 1 << 40
+"""In the text that a worker holds out itself."""
+MAX_EMISSIONS = 256
+"""Of one session, in wait for the round that uses them."""
+
+
+def is_number(value: object) -> bool:
+    """A finite number that can be reckoned with; neither true nor false."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_MAGNITUDE <= value <= MAX_MAGNITUDE
 
 
 class Intake:
@@ -56,7 +68,7 @@ class Intake:
         self._note_progress(member, report, now)
         for ack in report.input_acks[:MAX_RESULTS]:
             key, _, step = ack.rpartition("/")
-            if step.isdecimal() and self._holds_session(member, key):
+            if step.isdecimal() and len(step) < 20 and self._holds_session(member, key):
                 self._fleet.acknowledge_input(key, int(step))
         reported: set[LeaseId] = set()
         for result in report.results[:MAX_RESULTS]:
@@ -66,6 +78,8 @@ class Intake:
             if lease is None or lease.worker != member.id:
                 if id not in member.verdicts:
                     self._verdict(member, id, "dropped", "nobody waits for it any more")
+            elif "@" in result.key and not self._may_emit(lease, result):
+                self._verdict(member, id, "dropped", "no session of this worker can have emitted it")
             elif lease.claimed and not lease.checking:
                 await self._take(member, lease, result)
         for id in [i for i in member.verdicts if i not in reported]:
@@ -76,6 +90,12 @@ class Intake:
     def _holds_session(self, member: Member, key: str) -> bool:
         rows = self._fleet.floating.leases.get(key)
         return bool(rows) and rows[-1].worker == member.id
+
+    def _may_emit(self, lease: OpenLease, result: pb.TaskResult) -> bool:
+        """Whether a result named `key@step` is one that its session may send now."""
+        waiting = sum(key.startswith(f"{lease.message.key}@") for key in self._fleet.floating.replies)
+        is_its_step = result.key == f"{lease.message.key}@{result.step}"
+        return lease.message.kind == "session" and is_its_step and waiting < MAX_EMISSIONS
 
     def _note_progress(self, member: Member, report: pb.Report, now: float) -> None:
         leases = self._fleet.book.of(member.id)
@@ -113,8 +133,9 @@ class Intake:
             elif lease.expects is not None:
                 raise Refused(f"the result of {lease.message.task} has no {lease.expects.name}")
         except Refused as refused:
-            reason = f"{member.id} sent a result that was refused: {refused}"
-            self._verdict(member, lease.id, "refused", str(refused))
+            fault = printable(str(refused), MAX_ERROR_LENGTH)  # it may quote what was sent
+            reason = f"{member.id} sent a result that was refused: {fault}"
+            self._verdict(member, lease.id, "refused", fault)
             await self._fleet.fail(lease, reason)
             self._fleet.roster.strike(member, reason)
             return
@@ -124,10 +145,15 @@ class Intake:
         if "@" in result.key:
             await self._fleet.emitted(lease, result.step, scalars, result.object)
         else:
-            member.observe(lease.message.task, max(0.0, result.seconds), lease.units)
+            member.observe(lease.message.task, self._seconds(lease, result), lease.units)
             is_first = await self._fleet.accept(lease, scalars, result.object, inline)
         verdict = ("accepted", "") if is_first else ("dropped", "another worker was first")
         self._verdict(member, (result.round, result.attempt, result.key), *verdict)
+
+    def _seconds(self, lease: OpenLease, result: pb.TaskResult) -> float:
+        """How long it took: as the worker says, but no longer than it had the lease. Deadlines are made of it."""
+        had_s = self._clock.now() - lease.issued_at
+        return min(result.seconds, had_s) if result.seconds >= 0.0 else had_s
 
     def _has(self, digest: str) -> bool:
         try:
@@ -147,18 +173,26 @@ class Intake:
             raise Refused("its scalars are not an object")
         scalars: dict[str, Any] = {str(k): v for k, v in value.items()}
         for name, item in scalars.items():
-            if not isinstance(item, int | float | str) or (isinstance(item, float) and not math.isfinite(item)):
-                raise Refused(f"its {name} is {item}, not a finite number")
-        if lease.message.num_sequences or lease.message.spans:
-            limit = int(lease.units) * self._fleet.run.seq_len
-            num_tokens = scalars.get("num_tokens", 0)
-            least = 0 if lease.message.held_out else 1
-            if not isinstance(num_tokens, int) or not least <= num_tokens <= limit:
-                raise Refused(f"it claims {num_tokens} tokens where {least} to {limit} are possible")
-        weight = lease.expects.weight if lease.expects else ""
-        if weight and not (isinstance(scalars.get(weight), int | float) and scalars[weight] > 0):
-            raise Refused(f"its weight {weight} is {scalars.get(weight)}, not a positive number")
+            if not isinstance(item, str) and not is_number(item):
+                raise Refused(f"its {name} is {item}, not a number of at most {MAX_MAGNITUDE:g}")
+        function = installed(lease.message.task)
+        needed = {*(function.numbers if function else ()), *([lease.expects.weight] if lease.expects else ())} - {""}
+        for name in sorted(needed):
+            if not is_number(scalars.get(name)):
+                raise Refused(f"its {name} is {scalars.get(name)!r} and must be a number")
+        if (weight := lease.expects.weight if lease.expects else "") and not scalars[weight] > 0:
+            raise Refused(f"its weight {weight} is {scalars[weight]}, not a positive number")
+        self._check_tokens(lease.message, scalars.get("num_tokens", 0), int(lease.units))
         return scalars
+
+    def _check_tokens(self, lease: pb.Lease, num_tokens: Any, num_sequences: int) -> None:
+        """No token without data, and no data without tokens: only a worker's own held-out text may be empty."""
+        if not lease.held_out and not lease.num_sequences:
+            return
+        least = 0 if lease.held_out and not lease.spans else 1
+        most = num_sequences * self._fleet.run.seq_len if lease.spans or lease.num_sequences else MAX_OWN_TOKENS
+        if not isinstance(num_tokens, int) or not least <= num_tokens <= most:
+            raise Refused(f"it claims {num_tokens} tokens where {least} to {most} are possible")
 
     def _check_object(self, lease: OpenLease, digest: str) -> None:
         path = self._fleet.objects.path(check_digest(digest))

@@ -47,7 +47,7 @@ class DiLoCoState(State):
     momentum: Params
 
 
-@task("diloco.inner", kind="pinned")  # the half that runs on the device
+@task("diloco.inner", kind="pinned", numbers=("num_tokens", "loss_sum"))  # the half that runs on the device
 def inner(replica: Replica, *, theta: Tensor, num_steps: int, progress: tuple[float, float]) -> Result:
     replica.load(theta)
     start, stop = progress

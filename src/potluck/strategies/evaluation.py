@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from potluck.strategies.fleet import Fleet
+from potluck.strategies.fleet import Fleet, Replies
 from potluck.strategies.replica import Loss, Replica
 from potluck.strategies.task import Result, task
 from potluck.types.errors import RoundFailed
 from potluck.types.params import Params
 
 
-@task("evaluation.loss", kind="pure")
+@task("evaluation.loss", kind="pure", numbers=("num_tokens", "loss_sum"))
 def loss(replica: Replica, *, theta: Tensor) -> Result:
     replica.load(theta)
     losses = [replica.evaluate(tokens) for tokens in replica.batches()]
@@ -22,14 +22,18 @@ async def on_shared_data(fleet: Fleet, params: Params, num_parts: int) -> Loss:
     """Every part of the validation set once, each by whoever is free."""
     work = loss.bind(theta=params)
     replies = await fleet.map([work.held_out(part) for part in range(num_parts)], key="validation")
-    return Loss(sum(float(r.scalars["loss_sum"]) for r in replies), sum(int(r.scalars["num_tokens"]) for r in replies))
+    return _total(Replies(replies=replies))
 
 
 async def on_private_data(fleet: Fleet, params: Params) -> Loss:
     """Every worker on what it holds out itself: only sums leave it."""
     work = loss.bind(theta=params).held_out(0)
     got = await fleet.call({w.id: work for w in fleet.workers()}, key="validation", min_replies=1)
+    return _total(got)
+
+
+def _total(got: Replies) -> Loss:
     num_tokens = int(got.sum("num_tokens"))
-    if num_tokens == 0:
+    if num_tokens <= 0:
         raise RoundFailed("no worker holds out any text for validation; raise `data.validation`")
     return Loss(got.sum("loss_sum"), num_tokens)

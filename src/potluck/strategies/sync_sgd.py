@@ -44,7 +44,7 @@ class SyncSGDState(State):
     second_moment: Params
 
 
-@task("sync_sgd.gradient", kind="pinned")  # pinned: it moves the data position
+@task("sync_sgd.gradient", kind="pinned", numbers=("num_tokens", "loss_sum"))  # pinned: it moves the data position
 def gradient(replica: Replica, *, theta: Tensor, num_sequences: int) -> Result:
     replica.load(theta)
     summed, loss = replica.gradient(num_sequences=num_sequences)

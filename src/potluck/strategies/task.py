@@ -35,10 +35,11 @@ class ObjectRef:
 
 @dataclass(frozen=True)
 class Result:
-    """What a task returns: scalars (numbers, short strings) and named tensors.
+    """What a task returns: scalars (numbers, short strings) and tensors by name.
 
-    Tensors of the size of the model are flat fp32 vectors in the layout's order; they are encoded with the run's
-    up-codec and travel as an object. With `inline`, tensors of any shape travel as they are and are never stored.
+    `tensors` holds at most one, of the size of the model: a flat fp32 vector in the layout's order. It is encoded with
+    the run's up-codec and travels as an object. In `inline` are tensors of any shape and number; they travel as they
+    are and are never stored.
     """
 
     scalars: Mapping[str, float | int | str]
@@ -53,6 +54,7 @@ class TaskFunction:
     name: str
     kind: Kind
     function: Callable[..., Result]
+    numbers: tuple[str, ...] = ()
 
     def bind(self, **arguments: Any) -> BoundTask:
         """Work to hand to a fleet."""
@@ -83,14 +85,19 @@ _installed: dict[str, TaskFunction] = {}
 _name_pattern = re.compile(r"[a-z0-9_]+\.[a-z0-9_]+")
 
 
-def task(name: str, *, kind: Kind = "pure") -> Callable[[Callable[..., Result]], TaskFunction]:
-    """Install a function under `method.verb`, so that devices may run it."""
+def task(
+    name: str, *, kind: Kind = "pure", numbers: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Result]], TaskFunction]:
+    """Install a function under `method.verb`, so that devices may run it.
+
+    `numbers` are the scalars of its result that the coordinator counts on: a reply without them is refused.
+    """
     assert _name_pattern.fullmatch(name), f"a task is named method.verb, not {name!r}"
 
     def install(function: Callable[..., Result]) -> TaskFunction:
         before = _installed.get(name)
         assert before is None or before.function.__module__ == function.__module__, f"two tasks are named {name}"
-        installed = TaskFunction(name, kind, function)
+        installed = TaskFunction(name, kind, function, numbers)
         _installed[name] = installed
         return installed
 

@@ -1,0 +1,226 @@
+"""A member with a valid certificate that lies: the run goes on without it, whatever it says."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.codecs.base import codec
+from potluck.codecs.bundle import write_flat
+from potluck.contract.problem import Problem
+from potluck.fleet.config import FleetConfig
+from potluck.protocol import pb, upload_purpose, version
+from potluck.protocol.frames import pack_chunk
+from potluck.simulator.world import World
+from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+from potluck.transport.connection import Connection, Peer
+from potluck.transport.memory import Link
+from potluck.types.errors import ConnectionLost, Refused
+from potluck.types.ids import WorkerId
+from potluck.types.params import Layout
+
+Lie = Callable[[pb.Lease, pb.TaskResult], pb.TaskResult]
+"""What the liar reports for a lease, made from an honest answer."""
+
+
+class Liar:
+    """A worker by the protocol alone: takes every lease and answers at once."""
+
+    def __init__(self, world: World, folder: Path, lie: Lie, *, spoil: Callable[[bytes], bytes]) -> None:
+        self.world, self.folder, self.lie, self.spoil = world, folder, lie, spoil
+        self.id = WorkerId("liar")
+        self.verdicts: list[pb.Verdict] = []
+        self.refusals: list[str] = []
+        self.num_leases = 0
+        folder.mkdir()
+
+    async def work(self) -> None:
+        while True:
+            try:
+                connection = await self.world.network.connect(Peer(id=self.id), Link())
+                await self._serve(connection)
+            except ConnectionLost:
+                pass
+            except Refused as refused:
+                self.refusals.append(str(refused))
+            await self.world.clock.sleep(0.2)
+
+    async def _serve(self, connection: Connection) -> None:
+        await connection.call("Welcome", pb.WelcomeRequest(version=version()).SerializeToString())
+        control = await connection.open("Control")
+        results: dict[str, pb.TaskResult] = {}
+        seen: set[tuple[int, int, str]] = set()
+        sending = asyncio.create_task(self._beat(control, results))
+        try:
+            while (message := await control.receive()) is not None:
+                desired = pb.Desired.FromString(message)
+                self.verdicts += desired.verdicts
+                for lease in desired.leases:
+                    id = (lease.round, lease.attempt, lease.key)
+                    if id not in seen:
+                        seen.add(id)
+                        self.num_leases += 1
+                        result = self.lie(lease, await self._honest(connection, lease))
+                        results[lease.key] = result
+                        await control.send(pb.Report(results=results.values()).SerializeToString())
+        finally:
+            sending.cancel()
+
+    async def _beat(self, control: Any, results: dict[str, pb.TaskResult]) -> None:
+        while True:
+            await self.world.clock.sleep(1.0)
+            await control.send(pb.Report(results=results.values()).SerializeToString())
+
+    async def _honest(self, connection: Connection, lease: pb.Lease) -> pb.TaskResult:
+        result = pb.TaskResult(key=lease.key, attempt=lease.attempt, round=lease.round, seconds=0.1)
+        num_tokens = (lease.num_sequences or sum(s.stop - s.start for s in lease.spans)) * 8
+        result.scalars_json = json.dumps({"num_tokens": num_tokens, "loss_sum": 2.0 * num_tokens})
+        if not lease.held_out:
+            layout = self.world.plan.layout
+            result.object = await self._upload(connection, lease, layout)
+        return result
+
+    async def _upload(self, connection: Connection, lease: pb.Lease, layout: Layout) -> str:
+        path = self.folder / "update"
+        write_flat(path, "delta", torch.full((layout.numel,), 1e-4), layout, codec("fp32"))
+        data = self.spoil(path.read_bytes())
+        digest = "sha256:" + hashlib.sha256(data).hexdigest()
+        put = await connection.open("PutObject")
+        purpose = upload_purpose(lease.round, lease.attempt, lease.key)
+        await put.send(pb.ObjectInfo(digest=digest, size=len(data), purpose=purpose).SerializeToString())
+        ack = pb.PutAck.FromString(await put.receive() or b"")
+        if not ack.done:
+            await put.send(pack_chunk(0, data))
+            while (message := await put.receive()) is not None and not pb.PutAck.FromString(message).done:
+                pass
+        await put.close()
+        return digest
+
+
+def scalars(**values: Any) -> Lie:
+    """An honest result with other numbers; None for one that is left out."""
+
+    def lie(lease: pb.Lease, result: pb.TaskResult) -> pb.TaskResult:
+        said: dict[str, Any] = {**json.loads(result.scalars_json), **values}
+        result.scalars_json = json.dumps({k: v for k, v in said.items() if v is not None})
+        return result
+
+    return lie
+
+
+def text(scalars_json: str) -> Lie:
+    def lie(lease: pb.Lease, result: pb.TaskResult) -> pb.TaskResult:
+        result.scalars_json = scalars_json
+        return result
+
+    return lie
+
+
+def changed(**values: Any) -> Lie:
+    """An honest result with other fields."""
+
+    def lie(lease: pb.Lease, result: pb.TaskResult) -> pb.TaskResult:
+        for name, value in values.items():
+            setattr(result, name, value)
+        return result
+
+    return lie
+
+
+def honest(lease: pb.Lease, result: pb.TaskResult) -> pb.TaskResult:
+    return result
+
+
+def same(update: bytes) -> bytes:
+    return update
+
+
+def run_with(
+    folder: Path, lie: Lie, spoil: Callable[[bytes], bytes] = same, *, validate: bool = True
+) -> tuple[World, Liar]:
+    """Two honest workers and the liar, to the end of a run of four rounds."""
+    problem = Problem(num_rounds=4, validate=validate)
+    problem.fleet = FleetConfig(
+        min_workers=2, no_progress_s=20.0, max_update_norm=50.0, quarantine_after=2, max_discarded_rounds=2
+    )
+
+    async def main() -> tuple[World, Liar]:
+        world = World(
+            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=0.3))), problem.make_deck, folder,
+            clock=VirtualClock(), make_executor=InlineExecutor,
+        )  # fmt: skip
+        await world.start()
+        liar = Liar(world, folder / "liar", lie, spoil=spoil)
+        lying = asyncio.create_task(liar.work())
+        await world.clock.sleep(0.5)
+        for name in ("w1", "w2"):
+            world.add(name, cost_s=lambda _: 1.0)
+        try:
+            await asyncio.wait_for(world.finish(), 900.0)
+        finally:
+            lying.cancel()
+            await asyncio.gather(lying, return_exceptions=True)
+        return world, liar
+
+    return run_virtual(main())
+
+
+def test_what_is_honest_by_the_protocol_is_accepted(tmp_path: Path) -> None:
+    """The liar of these tests is a full worker as long as it does not lie."""
+    world, liar = run_with(tmp_path, honest)
+    assert liar.num_leases >= 4 and not liar.refusals
+    assert {v.verdict for v in liar.verdicts} == {"accepted"}
+    rounds = [e for e in world.events if e.kind == "round"]
+    assert all("liar" in e.detail["workers"] for e in rounds) and len(rounds) == 4
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        scalars(num_tokens=0), scalars(num_tokens=-5), scalars(num_tokens=10**9), scalars(num_tokens=None),
+        scalars(num_tokens=1.5), scalars(num_tokens="9"), scalars(num_tokens=True), scalars(loss_sum=None),
+        scalars(loss_sum="much"), scalars(loss_sum=10**400), scalars(loss_sum=math.nan), scalars(loss_sum=math.inf),
+        scalars(loss_sum=1e308), scalars(loss_sum=True), scalars(loss_sum=[1.0]), text("[" * 60000), text("{"),
+        text("[]"), text("7"), text('{"num_tokens": ' + "9" * 5000 + "}"), text('{"\\ud800": []}'),
+        text('{"x": ["\\ud800"]}'), text(json.dumps({"s": "x" * 70000})),
+        changed(object=""), changed(error="\x1b[31mno\n" * 1000),
+    ],
+)  # fmt: skip
+def test_lies_in_a_result_are_refused(tmp_path: Path, lie: Lie) -> None:
+    world, liar = run_with(tmp_path, lie)
+    assert len([e for e in world.events if e.kind == "round"]) == 4
+    assert world.last is not None and world.last.roster.members[liar.id].quarantined
+    assert not liar.refusals, "a stream broke, so a check failed instead of refusing"
+    assert all(str(e.text).isprintable() for e in world.events)
+    assert all(e.detail["workers"] == ["w1", "w2"] for e in world.events if e.kind == "round")
+
+
+def filled(value: float) -> Callable[[bytes], bytes]:
+    """The update with one value all over."""
+    honest_value, other = struct.pack("<f", 1e-4), struct.pack("<f", value)
+    return lambda update: update.replace(honest_value, other)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        filled(math.nan), filled(math.inf), filled(1e30), filled(1.0), lambda update: update[:-4],
+        lambda update: update + bytes(64), lambda update: bytes(100), lambda update: update.replace(b"delta", b"gamma"),
+        lambda update: update.replace(b"fp32", b"int8"), lambda update: update.replace(b"[16,", b"[61,"),
+    ],
+)  # fmt: skip
+def test_updates_that_would_spoil_the_model_are_refused(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
+    world, liar = run_with(tmp_path, honest, spoil, validate=False)
+    assert len([e for e in world.events if e.kind == "round"]) == 4
+    assert not liar.refusals
+    assert world.last is not None and world.last.roster.members[liar.id].quarantined
