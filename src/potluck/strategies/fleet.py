@@ -16,6 +16,7 @@ from torch import Tensor
 
 from potluck.strategies.run import RunFacts
 from potluck.strategies.task import BoundTask
+from potluck.types.errors import RoundFailed
 from potluck.types.ids import WorkerId
 from potluck.types.params import Params
 from potluck.types.profile import DeviceProfile
@@ -75,8 +76,14 @@ class Replies:
         return self.value
 
     def sum(self, name: str) -> float:
-        """The sum of a scalar over the replies."""
-        return sum(r.scalars[name] for r in self.replies)
+        """The sum of a scalar over the replies. RoundFailed if a worker did not report it."""
+        total: float = 0
+        for reply in self.replies:
+            value = reply.scalars.get(name)
+            if not isinstance(value, int | float):
+                raise RoundFailed(f"{reply.worker} reported {value!r} as {name}, which must be a number")
+            total += value
+        return total
 
 
 Op = Callable[..., Sequence[Tensor]]

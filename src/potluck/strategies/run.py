@@ -88,7 +88,7 @@ class RunFacts:
         if not self.budget.tokens:
             return 1 << 30
         left = self.budget.tokens - state.tokens
-        return max(1, math.ceil(left / (self.tokens_per_step() * num_workers)))
+        return max(1, math.ceil(left / (self.tokens_per_step() * max(num_workers, 1))))
 
     def rng(self, round: int, attempt: int) -> random.Random:
         """Chance for one attempt at one round."""
