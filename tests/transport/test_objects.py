@@ -505,6 +505,17 @@ def test_a_file_that_cannot_be_sent_is_named(network, site, tmp_path):
     run(network, site.service, main)
 
 
+def test_an_object_that_is_removed_meanwhile_is_refused(network, site):
+    digest = site.there.put(content(20 * CHUNK_BYTES))
+    slow_down(site.here)
+
+    async def main():
+        with pytest.raises(Refused, match="not here any more"):
+            await site.fetch(await network.connect("w1"), digest, lambda n: site.there.remove(digest))
+
+    run(network, site.service, main)
+
+
 def test_a_cancelled_transfer_leaves_nothing_running(network, site):
     digest, path = site.file(content(24 * CHUNK_BYTES))
     slow_down(site.there)

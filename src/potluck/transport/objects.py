@@ -11,10 +11,12 @@ Both ends hold at most two such batches; beyond that the channel makes the sende
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from potluck.clock import Executor
 from potluck.protocol import pb
@@ -59,13 +61,10 @@ async def push(
     """Bring the file at `path`, whose digest is `digest`, to the coordinator. Errors as in `fetch`."""
     tries = _Tries()
     source = await executor.run(_Source, path)
-    try:
-        info = pb.ObjectInfo(digest=digest, size=source.size, purpose=purpose)
-        done = False
-        while not done:
-            done = await _push_rest(connection, info, source, executor, on_progress or _silent, tries)
-    finally:
-        await executor.run(source.close)
+    info = pb.ObjectInfo(digest=digest, size=source.size, purpose=purpose)
+    done = False
+    while not done:
+        done = await _push_rest(connection, info, source, executor, on_progress or _silent, tries)
 
 
 async def serve_get(channel: Channel, store: ObjectStore, executor: Executor, allow: Callable[[Digest], bool]) -> None:
@@ -74,13 +73,13 @@ async def serve_get(channel: Channel, store: ObjectStore, executor: Executor, al
     digest = check_digest(request.digest)
     if not allow(digest) or not await executor.run(store.has, digest):
         raise Refused(f"the object {digest} is not to be had here, or not by this worker")
-    source = await executor.run(_Source, store.path(digest))
     try:
+        source = await executor.run(_Source, store.path(digest))
         await channel.send(pb.ObjectInfo(digest=digest, size=source.size).SerializeToString())
         # Whoever holds more than the whole object holds something else: it gets all of it.
         await _send_chunks(channel, source, request.offset if request.offset <= source.size else 0, executor)
-    finally:
-        await executor.run(source.close)
+    except DataError as error:  # removed meanwhile: nothing that the worker's data could mend
+        raise Refused(f"the object {digest} is not here any more") from error
 
 
 async def serve_put(
@@ -231,30 +230,35 @@ async def _settle(work: asyncio.Future[Any]) -> None:
 
 
 class _Source:
-    """A file that is sent. Open throughout, so that it may be removed meanwhile."""
+    """A file that is sent. Opened for each batch, so that nothing is left open and, on Windows, it can be removed."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._file: BinaryIO = path.open("rb", buffering=0)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read to send it ({error.strerror or error})") from error
         self._path = path
-        self.size = path.stat().st_size
+        with self._open() as file:
+            self.size = file.seek(0, os.SEEK_END)
 
     def frames(self, offset: int) -> list[bytes]:
         """The next batch of chunk frames; empty at the end."""
-        self._file.seek(offset)
         frames: list[bytes] = []
-        while len(frames) < BATCH_CHUNKS and offset < self.size:
-            data = self._file.read(min(CHUNK_BYTES, self.size - offset))
-            if not data:
-                raise DataError(f"{self._path} became shorter than {self.size} bytes while it was sent; do not edit it")
-            frames.append(pack_chunk(offset, data))
-            offset += len(data)
+        if offset >= self.size:
+            return frames
+        with self._open() as file:
+            file.seek(offset)
+            while len(frames) < BATCH_CHUNKS and offset < self.size:
+                data = file.read(min(CHUNK_BYTES, self.size - offset))
+                if not data:
+                    raise DataError(
+                        f"{self._path} became shorter than {self.size} bytes while it was sent; do not edit it"
+                    )
+                frames.append(pack_chunk(offset, data))
+                offset += len(data)
         return frames
 
-    def close(self) -> None:
-        self._file.close()
+    def _open(self) -> FileIO:
+        try:
+            return FileIO(self._path)  # unbuffered: reads are large
+        except OSError as error:
+            raise DataError(f"{self._path} cannot be read to send it ({error.strerror or error})") from error
 
 
 class _Tries:

@@ -14,7 +14,8 @@ from potluck.types.errors import ConnectionLost, NotAdmitted, PotluckError, Refu
 BULK_STREAMS = frozenset({"Data", "GetObject", "PutObject"})
 MAX_MESSAGE_BYTES = 64 << 20
 """Of a unary call or a message on Control. Bulk streams cut what they carry into frames of `MAX_FRAME_BYTES`."""
-MAX_SENTENCE_CHARS = 1500
+MAX_SENTENCE_BYTES = 4096
+"""Of an error, percent-encoded as gRPC sends it; many hosts take no more than 8 KiB of metadata in all."""
 loss_grace_s = 30.0
 """How long the service of a lost stream may take to notice at its next send or receive; then it is cancelled."""
 close_wait_s = 2.0
@@ -67,6 +68,16 @@ def told(error: Exception, method: str, who: str) -> Exception:
     if isinstance(error, ConnectionLost):
         return error
     if isinstance(error, PotluckError):
-        return type(error)(str(error)[:MAX_SENTENCE_CHARS])
+        return type(error)(_cut(str(error)))
     _log.error("%s of %s failed", method, who, exc_info=error)
     return Refused(f"internal error in {method}: the log of the coordinator has the details")
+
+
+def _cut(sentence: str) -> str:
+    """As much of the start as fits."""
+    num_bytes = 0
+    for at, letter in enumerate(sentence):
+        num_bytes += 1 if " " <= letter <= "~" and letter != "%" else 3 * len(letter.encode("utf-8", "replace"))
+        if num_bytes > MAX_SENTENCE_BYTES:
+            return sentence[:at]
+    return sentence
