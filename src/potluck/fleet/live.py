@@ -11,7 +11,6 @@ import asyncio
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from potluck.aggregation.mean import combine
 from potluck.clock import Clock, Executor
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import write_flat_slices
+from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, loss, wire_attempt
 from potluck.fleet.roster import LeaseId, Roster, decide
@@ -53,18 +53,6 @@ class DataPlane(Protocol):
     def to_json(self) -> Any: ...
 
 
-@dataclass
-class _Attempt:
-    """What the ledger knows of the attempt that is being worked on."""
-
-    round: int = 0
-    attempt: int = 0
-    replies: dict[str, ReplyRow] = field(default_factory=dict[str, ReplyRow])
-    leases: dict[str, list[LeaseRow]] = field(default_factory=dict[str, list[LeaseRow]])
-    decisions: dict[str, Any] = field(default_factory=dict[str, Any])
-    consumed: dict[str, ReplyRow] = field(default_factory=dict[str, ReplyRow])
-
-
 class LiveFleet:
     def __init__(
         self,
@@ -84,8 +72,8 @@ class LiveFleet:
         self.objects, self.params, self.data = objects, params, data
         self._scratch, self._clock, self._executor = scratch, clock, executor
         self.book = LeaseBook()
-        self.floating = _Attempt(round=FLOATING)
-        self._now = _Attempt()
+        self.floating = Attempt(round=FLOATING)
+        self._now = Attempt()
         self._published: dict[tuple[Params, str], Digest] = {}
         self.operands: dict[LeaseId, tuple[Tensor, ...]] = {}  # inline tensors of open leases
         self._inline: dict[str, Mapping[str, Tensor]] = {}  # inline tensors of replies, by key
@@ -105,13 +93,13 @@ class LiveFleet:
         """Work on this attempt from now on, with whatever the ledger has of it."""
         await self.ready(1)  # whoever was here may have left meanwhile, and a round needs someone
         here = [w.id for w in self.roster.here(self._clock.now())]
-        self._now = await self._executor.run(self._read_attempt, round, attempt, here)
+        self._now = await self._executor.run(read_attempt, self.ledger, round, attempt, here)
         self._inline.clear()
         self._num_outputs = 0
 
     async def recover_floating(self) -> None:
         """After a restart: what was handed out beyond rounds and is still open."""
-        self.floating = await self._executor.run(self._read_attempt, FLOATING, 0, [])
+        self.floating = await self._executor.run(read_attempt, self.ledger, FLOATING, 0, [])
         self.versions = await self._executor.run(self.ledger.versions)
         for rows in self.floating.leases.values():
             if rows[-1].status == "open":
@@ -119,22 +107,11 @@ class LiveFleet:
 
     async def recover_attempt(self, round: int, attempt: int) -> None:
         """After a restart: what the open attempt handed out, so that workers go on with it until it is claimed."""
-        self._now = await self._executor.run(self._read_attempt, round, attempt, [])
+        self._now = await self._executor.run(read_attempt, self.ledger, round, attempt, [])
         for rows in self._now.leases.values():
             for row in rows:
                 if row.status == "open" and row.key not in self._now.replies:
                     self._attach(row, attempt=attempt, expects=None).claimed = False
-
-    def _read_attempt(self, round: int, attempt: int, here: list[WorkerId]) -> _Attempt:
-        found = _Attempt(round=round, attempt=attempt)
-        found.replies = {row.key: row for row in self.ledger.replies(round, attempt)}
-        for row in self.ledger.leases(round, attempt):
-            found.leases.setdefault(row.key, []).append(row)
-        found.decisions = self.ledger.decisions(round, attempt)
-        if here and "cohort" not in found.decisions:
-            found.decisions["cohort"] = here
-            self.ledger.decide(round, attempt, "cohort", here)
-        return found
 
     def accepted(self) -> tuple[ReplyRow, ...]:
         """The replies that the verbs of this attempt returned, in the order of their keys."""
@@ -551,7 +528,7 @@ class LiveFleet:
             await self.publish(handle)
 
     async def _issue(
-        self, holder: _Attempt, work: Sequence[tuple[WorkerId, BoundTask, str, int]], *, expects: Reduction | None
+        self, holder: Attempt, work: Sequence[tuple[WorkerId, BoundTask, str, int]], *, expects: Reduction | None
     ) -> list[OpenLease]:
         """Deal data, write the leases down, then hand them out."""
         if not work:

@@ -1,0 +1,35 @@
+"""One attempt at a round, as the ledger knows it: what makes running the round again take up where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
+from potluck.types.ids import WorkerId
+
+
+@dataclass
+class Attempt:
+    """Replies, leases and decisions by their keys, and which replies the verbs have returned so far."""
+
+    round: int = 0
+    attempt: int = 0
+    replies: dict[str, ReplyRow] = field(default_factory=dict[str, ReplyRow])
+    leases: dict[str, list[LeaseRow]] = field(default_factory=dict[str, list[LeaseRow]])
+    decisions: dict[str, Any] = field(default_factory=dict[str, Any])
+    consumed: dict[str, ReplyRow] = field(default_factory=dict[str, ReplyRow])
+
+
+def read_attempt(ledger: Ledger, round: int, attempt: int, here: Sequence[WorkerId]) -> Attempt:
+    """What the ledger has of an attempt; its cohort is whoever is `here` where none was written down. Blocks."""
+    found = Attempt(round=round, attempt=attempt)
+    found.replies = {row.key: row for row in ledger.replies(round, attempt)}
+    for row in ledger.leases(round, attempt):
+        found.leases.setdefault(row.key, []).append(row)
+    found.decisions = ledger.decisions(round, attempt)
+    if here and "cohort" not in found.decisions:
+        found.decisions["cohort"] = list(here)
+        ledger.decide(round, attempt, "cohort", list(here))
+    return found
