@@ -47,14 +47,15 @@ class Setting:
     num_warm_steps: int = 400
     num_inner_steps: int = 20
     n_layer: int = 4
-    n_embd: int = 128
-    vocab_size: int = 4096
+    n_embd: int = 96
+    vocab_size: int = 1024
     outer_lr: float = 0.7
     outer_momentum: float = 0.6
-    lr: float = 2e-3
     warm_lr: float = 2e-3
-    up_codec: str = "fp32"
-    down_codec: str = "fp32"
+    sync_lrs: tuple[float, ...] = (2e-3, 1e-3)  # after the warm start each method takes the best of its rates
+    diloco_lrs: tuple[float, ...] = (1e-3, 5e-4)
+    alone_lrs: tuple[float, ...] = (1e-3, 5e-4)
+    diloco_codecs: tuple[str, str] = ("int8", "bf16")  # up, down, as in the recipe; synchronous steps go as fp32
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Lab:
     ) -> Trained:
         """`num_steps` inner steps of each worker."""
         setting = self.setting
+        up, down = setting.diloco_codecs if isinstance(strategy, DiLoCo) else ("fp32", "fp32")
         inner = InnerConfig(lr=lr, batch_size=setting.batch_size, warmup=0.05)
         tokens = workers * num_steps * setting.batch_size * setting.seq_len
         fleet = FleetConfig(min_workers=workers, no_progress_s=1e9, deadlines=False)
@@ -183,9 +185,16 @@ def _one_seed(seed: int, setting: Setting, told: Callable[[str], None]) -> dict[
         cold = run(
             "diloco from scratch", diloco(), scratch, num_workers, setting.num_warm_steps, setting.warm_lr, first
         )
-        more = run("synchronous", sync, warm.params, num_workers, setting.num_steps, setting.lr, second)
-        local = run("diloco", diloco(), warm.params, num_workers, setting.num_steps, setting.lr, second)
-        alone = run("one worker alone", sync, warm.params, 1, setting.num_steps, setting.lr, second)
+
+        def best(what: str, strategy: Strategy, workers: int, rates: tuple[float, ...]) -> Trained:
+            runs = [
+                run(f"{what}, lr {x:g}", strategy, warm.params, workers, setting.num_steps, x, second) for x in rates
+            ]
+            return min(runs, key=lambda r: r.loss)
+
+        more = best("synchronous", sync, num_workers, setting.sync_lrs)
+        local = best("diloco", diloco(), num_workers, setting.diloco_lrs)
+        alone = best("one worker alone", sync, 1, setting.alone_lrs)
     base = local.first_loss
     gained = base - more.loss
     return {
