@@ -111,7 +111,7 @@ class Lab:
         plan = Plan(
             spec=spec, strategy=strategy, layout=flat.layout, initial=initial, budget=Budget(tokens=tokens),
             fleet=fleet, checkpoint=CheckpointConfig(every_rounds=1 << 20),
-            validation=ValidationConfig(every_rounds=0), up_codec=setting.up_codec, down_codec=setting.down_codec,
+            validation=ValidationConfig(every_rounds=0), up_codec=up, down_codec=down,
         )  # fmt: skip
         self._num_runs += 1
         folder = self.folder / f"run-{self._num_runs}"
