@@ -114,6 +114,7 @@ class Coordinator:
         self.whole = asyncio.Lock()  # held while a round is committed or discarded: a stop waits for it
         self._resumes = False  # the round under way was begun by an earlier process
         self._given: dict[str, dict[str, Any]] = {}  # by worker: tokens, rounds, bytes of earlier processes
+        self._written: dict[str, tuple[int, int]] = {}  # bytes up and down that the ledger has of this process
         self._attempt = 0
         self._begun_at = 0.0
         self._num_discarded = 0
@@ -254,7 +255,8 @@ class Coordinator:
         return proposed
 
     def _collect(self, state: State) -> None:
-        """Remove what neither this state, the run's beginning nor a checkpoint needs."""
+        """Remove what neither this state, the run's beginning nor a checkpoint needs; write down what moved."""
+        self._write_traffic()
         keep = {*state.handles(), self.facts.initial, self.facts.zeros}
         self.params.remove_except(keep)
         self.fleet.forget(keep)
@@ -274,7 +276,12 @@ class Coordinator:
             return
         if self._resumes:
             return  # it was tried before the round began whose work is still in the workers' hands
-        await self.fleet.ready(self.config.min_workers)
+        try:
+            wait_s = last_validation_wait_s if self.finished(state) else None
+            await asyncio.wait_for(self.fleet.ready(self.config.min_workers), wait_s)
+        except TimeoutError:  # the training is done and saved: nobody has to come back for a number
+            self.tell("note", f"nobody was here to validate round {state.round}", round=state.round)
+            return
         self.fleet.phase = "validating"
         await self.fleet.begin(state.round, VALIDATION_ATTEMPT)
         try:
@@ -336,10 +343,16 @@ class Coordinator:
         await self.executor.run(self._close)
 
     def _close(self) -> None:
-        for id in self.roster.members:
-            traffic = self.traffic(id)
-            self.ledger.add_traffic(id, traffic.total_up, traffic.total_down)
+        self._write_traffic()
         self.ledger.close()
+
+    def _write_traffic(self) -> None:
+        """What moved since it was last written down."""
+        for id in list(self.roster.members):
+            traffic = self.traffic(id)
+            up, down = self._written.get(id, (0, 0))
+            self.ledger.add_traffic(id, traffic.total_up - up, traffic.total_down - down)
+            self._written[id] = (traffic.total_up, traffic.total_down)
 
     def tell(self, kind: str, text: str, **detail: Any) -> None:
         self._on_event(Event(kind=kind, at=self.clock.time(), text=text, detail=detail))
@@ -361,6 +374,7 @@ def open_ledger(folder: Path, *, durable: bool) -> Ledger:
         ) from error
 
 
+last_validation_wait_s = 120.0
 VALIDATION_ATTEMPT = 1_000_000
 """Validation works under this attempt, so that its tasks never mix with those of the round that follows."""
 

@@ -24,6 +24,6 @@ async def train(run: Coordinator) -> State:
             await run.discard(state, str(reason))  # raises after too many in a row, with the last reason
             continue
         state = await run.commit(state, proposed)  # ledger first, then visible
-        await run.validate(state)
         await run.save(state)
+        await run.validate(state)
     return state

@@ -32,7 +32,7 @@ from potluck.storage.params import ParamStore
 from potluck.strategies.fleet import Op, Reduction, Replies, Reply, WorkerInfo
 from potluck.strategies.run import RunFacts
 from potluck.strategies.task import BoundTask, encode_arguments, handles
-from potluck.types.errors import CorruptError, InvalidUpdate, RoundFailed
+from potluck.types.errors import CorruptError, InvalidUpdate, RoundFailed, RunStopped
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Params
 from potluck.types.profile import DeviceProfile
@@ -233,7 +233,10 @@ class LiveFleet:
         )
 
     async def ready(self, num_workers: int) -> None:
-        """Wait until that many workers are here, never for a particular one."""
+        """Wait until that many workers are here, never for a particular one.
+
+        RunStopped when all that are connected are quarantined: then there is nothing to wait for.
+        """
         said = ""
         while True:
             here, why_not = decide(self.roster.members.values(), self._clock.now(), self.config)
@@ -242,6 +245,9 @@ class LiveFleet:
             names = ", ".join(w.id for w in here) or "none"
             self.phase = f"waiting for workers: {len(here)} of {num_workers} here ({names})"
             self.phase += f"; {why_not}" if why_not else ""
+            connected = [member for member in self.roster.members.values() if member.connected]
+            if connected and all(member.quarantined for member in connected):
+                raise RunStopped(f"every worker here is quarantined: {why_not}; mend the cause and go on with --resume")
             num_bad = sum(bool(member.quarantined) for member in self.roster.members.values())
             if said != (said := f"{names}, {num_bad} quarantined"):
                 self.waits(self.phase)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -54,9 +55,10 @@ def load_file(path: Path) -> Any:
     """Import a user's strategy file by path, once for each content of it."""
     if not path.is_file():
         raise RecipeError(f"strategy file {path} does not exist; give its path relative to the recipe")
-    module_name = f"potluck_user_{path.stem}"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    module_name = f"potluck_user_{path.stem}_{digest[:16]}"
     known = sys.modules.get(module_name)
-    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
+    if known is not None:
         return known
     spec = importlib.util.spec_from_file_location(module_name, path.resolve())
     assert spec is not None and spec.loader is not None

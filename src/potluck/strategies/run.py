@@ -13,6 +13,9 @@ from potluck.optim.inner import InnerConfig
 from potluck.strategies.state import State
 from potluck.types.params import Layout, Params
 
+first_round_s = 60.0
+"""How long a first round is taken to last where the budget is hours: later ones go by those before."""
+
 
 class RunSpec(BaseModel):
     """What a worker needs to know of a run; sent as JSON in Welcome and believed only after it has been checked."""
@@ -79,7 +82,7 @@ class RunFacts:
         after = budget.progress(
             tokens=state.tokens + self.tokens_per_step(num_steps),
             rounds=state.round + 1,
-            seconds=state.seconds * (1 + 1 / state.round) if state.round else 0.0,
+            seconds=state.seconds * (1 + 1 / state.round) if state.round else first_round_s,
         )
         return self.progress(state), after
 
