@@ -29,7 +29,7 @@ def write_corpus(folder: Path, *, num_files: int = 12, seed: int = 1) -> Path:
     return folder
 
 
-def write_recipe(path: Path, data: str, **sections: str) -> Path:
+def write_recipe(path: Path, data: str, /, **sections: str) -> Path:
     """A run of seconds. `sections` replace whole sections by name."""
     parts = {
         "model": 'config = { model_type = "gpt2", n_layer = 2, n_embd = 32, n_head = 2, n_positions = 32 }',
@@ -65,7 +65,7 @@ def environment(cwd: Path) -> dict[str, str]:
     return {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "XDG_CACHE_HOME": str(cwd / "cache")}
 
 
-def potluck(*arguments: str | Path, cwd: Path, timeout_s: float = 55.0) -> subprocess.CompletedProcess[str]:
+def potluck(*arguments: str | Path, cwd: Path, timeout_s: float = 110.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=environment(cwd),
         stdin=subprocess.DEVNULL,
@@ -94,7 +94,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
-def wait_for(run_dir: Path, kind: str, *, count: int = 1, timeout_s: float = 45.0) -> list[dict[str, Any]]:
+def wait_for(run_dir: Path, kind: str, *, count: int = 1, timeout_s: float = 90.0) -> list[dict[str, Any]]:
     """The events of a kind once there are `count` of them."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -74,7 +74,7 @@ def join(folder: Path, name: str, line: str, *arguments: str) -> subprocess.Pope
     )  # fmt: skip
 
 
-def about(folder: Path, kind: str, worker: str, *, count: int = 1, timeout_s: float = 45.0) -> list[dict[str, Any]]:
+def about(folder: Path, kind: str, worker: str, *, count: int = 1, timeout_s: float = 90.0) -> list[dict[str, Any]]:
     """Events of a kind about that worker, once there are `count`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -85,7 +85,7 @@ def about(folder: Path, kind: str, worker: str, *, count: int = 1, timeout_s: fl
     raise AssertionError(f"no {count} events {kind} of {worker}: {events(folder / 'run')[-10:]}")
 
 
-def round_with(folder: Path, worker: str, *, timeout_s: float = 45.0) -> None:
+def round_with(folder: Path, worker: str, *, timeout_s: float = 90.0) -> None:
     """Wait for a round from now on that the worker took part in."""
     seen = len(events(folder / "run"))
     deadline = time.monotonic() + timeout_s
