@@ -38,6 +38,8 @@ OfRun = Annotated[str | None, typer.Option("--run", help="A run's folder or name
 
 
 def main() -> None:
+    # gRPC's core prints each failed handshake and closed connection; read when it is first imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # a replaced stream has no encoding of its own
             stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
