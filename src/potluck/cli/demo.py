@@ -96,10 +96,9 @@ class _Demo:
         workers = self.running.workers
         while not self._is_amid_a_round():
             await asyncio.sleep(0.05)
-        pid = workers.pid(victim)
         self._killed = True
+        self._say(f"kill -9 {workers.pid(victim)}: {victim} dies in the middle of a round; the others only wait a bit.")
         await workers.kill(victim)
-        self._say(f"kill -9 {pid}: {victim} dies in the middle of a round; nobody else notices more than a pause.")
         await self._round_closed.wait()
         self._say(f"The round closed without {victim}. It starts again in {pause_s:.0f} seconds.")
         await asyncio.sleep(pause_s)
@@ -131,7 +130,7 @@ def alone_settings(together: RunResult) -> list[str]:
     """Overrides that make the recipe one worker's plain training on its share of the tokens."""
     return [
         "name=one-worker-alone", f"budget.tokens={share(together)}", "strategy.outer_lr=1.0",
-        "strategy.outer_momentum=0.0", "fleet.min_workers=1",
+        "strategy.outer_momentum=0.0", "codec.up=fp32", "codec.down=fp32", "fleet.min_workers=1",
     ]  # fmt: skip
 
 
@@ -148,6 +147,7 @@ def results_table(recipe: Recipe, together: RunResult, alone: RunResult) -> Tabl
     )
     mean_up = sum(worker.bytes_up for worker in together.workers) / max(1, len(together.workers))
     would = sync_bytes(recipe, together)
+    times = would / max(1.0, mean_up)
     rows = [
         ("parameters", format_count(together.num_parameters)),
         ("validation loss at the start", loss(together.initial_val_loss)),
@@ -158,7 +158,7 @@ def results_table(recipe: Recipe, together: RunResult, alone: RunResult) -> Tabl
         *((f"{w.id}: tokens, up, down", f"{format_count(w.tokens)}, {format_bytes(w.bytes_up)}, "
            f"{format_bytes(w.bytes_down)}") for w in together.workers),
         ("sent by a worker, on average", format_bytes(mean_up)),
-        ("with synchronous data parallelism", f"{format_bytes(would)}: {would / max(1.0, mean_up):.0f} times as much"),
+        ("by synchronous data parallelism, fp32", f"{format_bytes(would)}: {times:.0f} times as much"),
     ]  # fmt: skip
     for name, value in rows:
         table.add_row(Text(name), Text(value))
