@@ -234,8 +234,10 @@ class _Network:
         except (OSError, ValueError):
             self._tell(f"{name} does not resolve on this machine; it must on those that join")
             return
-        if address.is_loopback or address.is_private:
-            self._tell(f"{name} is {address}, a private address: only machines that can reach it can join")
+        if address.is_loopback:
+            self._tell(f"{name} is this machine's own loopback address: no other machine can join")
+        elif address.is_private:
+            self._tell(f"{name} is a private address ({address}): only machines in its network can join")
 
     async def close(self) -> None:
         """Let workers read that the run ended, then close the ports."""

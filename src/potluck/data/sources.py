@@ -87,9 +87,8 @@ def _find(path: Path, given: str, format: Format) -> tuple[list[Source], list[Pa
         raise DataError(f"{path} does not exist; check the path in `data.shared` or `join --data`")
     if not sources:
         seen = f"{len(unknown)} files of no known kind" if unknown else "no files"
-        raise DataError(
-            f"{path} holds {seen} and one data file is needed; name files, or say what they are with `format`"
-        )
+        hint = "name files, or say what they are with `format`" if unknown else "put text there or name other files"
+        raise DataError(f"{path} holds {seen} and one data file is needed; {hint}")
     return sources, unknown
 
 
