@@ -10,6 +10,7 @@ import logging
 from potluck.protocol.frames import MAX_FRAME_BYTES
 from potluck.transport.connection import OPERATOR_CALLS, STREAMS, WORKER_CALLS, Channel, Peer, Service
 from potluck.types.errors import ConnectionLost, NotAdmitted, PotluckError, Refused
+from potluck.types.untrusted import printable
 
 BULK_STREAMS = frozenset({"Data", "GetObject", "PutObject"})
 MAX_MESSAGE_BYTES = 64 << 20
@@ -68,7 +69,7 @@ def told(error: Exception, method: str, who: str) -> Exception:
     if isinstance(error, ConnectionLost):
         return error
     if isinstance(error, PotluckError):
-        return type(error)(_cut(str(error)))
+        return type(error)(_cut(printable(str(error), MAX_SENTENCE_BYTES)))
     _log.error("%s of %s failed", method, who, exc_info=error)
     return Refused(f"internal error in {method}: the log of the coordinator has the details")
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import grpc
 
+from potluck.transport.rules import MAX_SENTENCE_BYTES
 from potluck.types.errors import ConnectionLost, CorruptError, NotAdmitted, PotluckError, Refused
+from potluck.types.untrusted import printable
 
 ERROR_KEY = "potluck-error"
 _untrusted = ("CERTIFICATE_VERIFY_FAILED", "BAD_SIGNATURE", "Hostname Verification Check failed")
@@ -32,7 +34,7 @@ def to_status(error: Exception) -> Status:
 
 def from_status(error: grpc.aio.AioRpcError, address: str) -> Exception:
     """What a call to `address` that ended badly means."""
-    code, sentence = error.code(), error.details() or ""
+    code, sentence = error.code(), printable(error.details() or "", MAX_SENTENCE_BYTES)
     for key, value in error.trailing_metadata() or ():
         if key == ERROR_KEY:
             return _classes().get(str(value), Refused)(sentence)
