@@ -42,7 +42,7 @@ def test_invite_remove_status_and_stop(tmp_path: Path) -> None:
     try:
         wait_for(run, "waiting")
         assert f"potluck join potluck://127.0.0.1:{port}/" in log.read_text()
-        assert "private address" in log.read_text()
+        assert "no other machine can join" in log.read_text()
 
         invited = potluck("invite", "anna", cwd=tmp_path)
         assert invited.stdout.startswith(f"potluck://127.0.0.1:{port}/"), invited.stderr

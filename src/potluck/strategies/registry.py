@@ -54,7 +54,7 @@ def install_tasks(name: str) -> None:
 def load_file(path: Path) -> Any:
     """Import a user's strategy file by path, once for each content of it."""
     if not path.is_file():
-        raise RecipeError(f"strategy file {path} does not exist; check its path (in a recipe it is relative to the recipe)")
+        raise RecipeError(f"strategy file {path} does not exist; check its path, in a recipe relative to that")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     module_name = f"potluck_user_{path.stem}_{digest[:16]}"
     known = sys.modules.get(module_name)
