@@ -1,7 +1,11 @@
 """The wire protocol: messages (potluck.proto), its version, and the framing of raw bytes."""
 
+from typing import Any, TypeVar
+
 from potluck.protocol import potluck_pb2 as pb
-from potluck.types.errors import VersionMismatch
+from potluck.types.errors import Refused, VersionMismatch
+
+M = TypeVar("M")
 
 MAJOR, MINOR = 1, 0
 
@@ -22,3 +26,12 @@ def check_version(theirs: pb.Version, *, who: str) -> None:
 def upload_purpose(round: int, attempt: int, key: str) -> str:
     """What an upload is for, as `ObjectInfo.purpose` names it: the lease whose result it is."""
     return f"{key}#{attempt}@{round}"
+
+
+def parse(kind: type[M], data: bytes) -> M:
+    """A message from the network; Refused where it is not one."""
+    message_type: Any = kind
+    try:
+        return message_type.FromString(data)
+    except Exception as error:  # protobuf runtimes differ in what they raise
+        raise Refused(f"a {kind.__name__} cannot be read") from error

@@ -55,7 +55,7 @@ def unpack_data(frame: bytes) -> tuple[dict[str, Any], memoryview]:
         raise CorruptError(f"a data frame claims a head of {length} bytes")
     try:
         head = json.loads(frame[_HEAD.size : _HEAD.size + length])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptError("the head of a data frame is not JSON") from error
     if not isinstance(head, dict):
         raise CorruptError("the head of a data frame is not an object")

@@ -23,19 +23,19 @@ class RunSpec(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)  # a later minor version may add fields
 
     run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")  # a worker names a folder by it
-    name: str
+    name: str = Field(max_length=200)
     seed: int
     strategy: str
     strategy_digest: str = ""  # of the user's own file, "" for a shipped strategy
     model_config_json: dict[str, Any]  # a transformers configuration
     layout: list[Any]
-    seq_len: int
+    seq_len: int = Field(ge=1, le=1 << 24)
     precision: Literal["fp32", "bf16-mixed"] = "fp32"
     inner: InnerConfig
     data_access: Literal["shared", "private", "listed"]
     data_options: dict[str, Any] = {}  # how private and listed files are read: data/config.py
     tokenizer_object: str = ""  # digest; private and listed text needs it
-    heartbeat_s: float = 2.0
+    heartbeat_s: float = Field(default=2.0, gt=0, le=3600)  # a worker reports at least this often
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,19 +13,21 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from potluck.clock import Clock
-from potluck.protocol import check_version, pb, version
+from potluck.protocol import check_version, parse, pb, version
 from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Channel, Connection
 from potluck.transport.inline import Assembler, frames
 from potluck.types.errors import ConnectionLost, CoordinatorUnreachable, CorruptError, Refused
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile
+from potluck.types.untrusted import printable
 from potluck.worker.link import Link
 from potluck.worker.runner import Runner
 
 first_wait_s = 0.5
 longest_wait_s = 5.0
 MAX_RUN_JSON_BYTES = 1 << 26
+MAX_SENTENCE_LENGTH = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +110,8 @@ class Agent:
 
     def note(self, text: str) -> None:
         """A sentence for people on this machine and for the run's log."""
-        self._told(text)
-        self._note = text[:500]
+        self._told("\n".join(printable(line, 2000) for line in text.splitlines()))  # it may quote the coordinator
+        self._note = printable(text, MAX_SENTENCE_LENGTH)
 
     async def _join(self, connection: Connection) -> None:
         """Welcome: learn what the run is, and get ready for it the first time."""
@@ -122,13 +124,15 @@ class Agent:
         )
         data = await connection.call("Welcome", request.SerializeToString())
         try:
-            reply = pb.WelcomeReply.FromString(data)
+            reply = parse(pb.WelcomeReply, data)
             check_version(reply.version, who="the coordinator")
             if len(reply.run_json) > MAX_RUN_JSON_BYTES:
                 raise Refused("the coordinator's description of the run is too long to be true")
             spec = RunSpec.model_validate_json(reply.run_json)
         except ValueError as error:
-            raise Refused(f"the coordinator's description of the run cannot be read: {error}") from error
+            raise Refused(
+                f"the coordinator's description of the run cannot be read: {printable(str(error), 500)}"
+            ) from error
         if self.spec is not None and spec.run_id != self.spec.run_id:
             raise Refused(f"the coordinator now serves run {spec.run_id} and this worker joined {self.spec.run_id}")
         allowed = {digest for _, digest in self.introduction.strategies}
@@ -139,7 +143,7 @@ class Agent:
         self.spec = spec
         self.link.set(connection)
         if self.runner is None:
-            self._told(f"joined run {spec.name} ({spec.run_id}) as {self.introduction.id}")
+            self._told(f"joined run {printable(spec.name, 200)} ({spec.run_id}) as {self.introduction.id}")
             self.runner = await self._equip(spec, self.link)
 
     async def _serve(self, connection: Connection, running: asyncio.Task[None]) -> None:
@@ -179,10 +183,10 @@ class Agent:
     async def _read_desired(self, control: Channel) -> None:
         runner = self.runner_ready()
         while (message := await control.receive()) is not None:
-            desired = pb.Desired.FromString(message)
+            desired = parse(pb.Desired, message)
             await runner.desire(desired)
             if desired.stopping:
-                self.ended = desired.stop_reason or "the run ended"
+                self.ended = printable(desired.stop_reason, MAX_SENTENCE_LENGTH) or "the run ended"
                 return
         raise ConnectionLost("the coordinator ended the stream")
 

@@ -24,6 +24,7 @@ from potluck.strategies.task import Result, TaskFunction, decode_arguments, inst
 from potluck.transport import objects
 from potluck.types.errors import CorruptError, PotluckError, Refused
 from potluck.types.ids import Digest
+from potluck.types.untrusted import printable
 from potluck.worker.link import Link
 from potluck.worker.session import Post
 from potluck.worker.share import MachineShare
@@ -87,7 +88,8 @@ class Runner:
             self.operands.pop(id, None)
         for verdict in desired.verdicts:
             if verdict.verdict == "refused":
-                self._note(f"the coordinator refused {verdict.key} of round {verdict.round + 1}: {verdict.reason}")
+                reason = printable(f"{verdict.key} of round {verdict.round + 1}: {verdict.reason}", 500)
+                self._note(f"the coordinator refused {reason}")
         settled = {(v.round, v.attempt, v.key) for v in desired.verdicts}
         gone = [i for i in self.results if i in settled or session_of(i) not in self.wanted]
         for id in gone:
@@ -168,7 +170,7 @@ class Runner:
             return  # nobody asks any more, so its inputs may be gone
         self._note(f"{lease.task} failed: {reason}")
         self.results[lease_id(lease)] = pb.TaskResult(
-            key=lease.key, attempt=lease.attempt, round=lease.round, error=reason[:500]
+            key=lease.key, attempt=lease.attempt, round=lease.round, error=printable(reason, 500)
         )
 
     async def _do(self, lease: pb.Lease) -> None:

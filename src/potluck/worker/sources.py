@@ -114,7 +114,10 @@ def prepare_sources(
     """Read and tokenise what the owner brings. Blocks; DataError if it cannot be used."""
     if spec.data_access == "shared":
         return Sources(spec=spec, objects=objects)
-    options = ReadOptions.model_validate(spec.data_options)
+    try:
+        options = ReadOptions.model_validate(spec.data_options)
+    except ValueError as error:
+        raise Refused(f"how the coordinator wants text to be read cannot be understood: {error}") from error
     folder = cache_dir / "tokenizer"
     if tokenizer is not None:
         unpack_tokenizer(tokenizer, folder)
