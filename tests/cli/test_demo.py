@@ -61,10 +61,10 @@ SMALL = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(300)
 def test_the_whole_demo_in_small(tmp_path: Path) -> None:
     settings = [word for setting in SMALL for word in ("--set", setting)]
-    done = potluck("demo", "--json", *settings, cwd=tmp_path, timeout_s=165)
+    done = potluck("demo", "--json", *settings, cwd=tmp_path, timeout_s=290)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = done.stdout.splitlines()
     told = json.loads(line)

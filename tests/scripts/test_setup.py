@@ -39,7 +39,7 @@ def setup(checkout: Path, *arguments: str, **environment: str) -> subprocess.Com
 
 
 def test_a_python_that_is_too_old(checkout: Path) -> None:
-    program(checkout, "oldpython", '[ "$1" = --version ] && echo "Python 3.9.2"; exit 1')
+    program(checkout, "oldpython", '[ "$1" = --version ] && { echo "Python 3.9.2"; exit 0; }; exit 1')
     done = setup(checkout, PYTHON="oldpython")
     assert done.returncode == 1
     assert "found Python 3.9.2, and Potluck needs Python 3.11 or newer" in done.stderr
