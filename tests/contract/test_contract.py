@@ -30,6 +30,8 @@ class Case:
         return Problem(num_rounds=self.num_rounds, **changes)  # pyright: ignore[reportArgumentType]
 
 
+pytestmark = pytest.mark.timeout(180)  # over gRPC whole runs take real time, more of it on a busy machine
+
 diloco_settings = {"num_inner_steps": 5, "outer_lr": 0.7, "outer_momentum": 0.6}
 cases = {
     "diloco": Case(
