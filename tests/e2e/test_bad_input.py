@@ -21,7 +21,7 @@ from e2e.processes import events, potluck, result_of, start, wait_for, words, wr
 from potluck.storage.digest import digest_file
 from potluck.storage.files import FolderLock
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 LINES = 'shared = "lines.jsonl"'
 EVERY_ROUND = "every_rounds = 1\nkeep = 3"

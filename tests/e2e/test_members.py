@@ -28,7 +28,7 @@ from potluck.transport.grpc.client import GrpcConnection
 from potluck.transport.security.identity import Identity
 from potluck.types.errors import NotAdmitted
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +141,27 @@ def test_sigterm_leaves_in_good_order(here: Path) -> None:
         about(here, "joined", "carl")
         round_with(here, "carl")
         carl.send_signal(signal.SIGTERM)
-        assert carl.wait(20) == 0, (here / "carl.log").read_text()
+        assert carl.wait(40) == 0, (here / "carl.log").read_text()
     finally:
         end(carl)
     assert "SIGTERM: leaving in good order" in (here / "carl.log").read_text()
     assert about(here, "left", "carl")[0]["reason"] == "left"
     round_with(here, "anna")
+
+
+def test_sigterm_outside_the_owners_hours(here: Path) -> None:
+    hour = time.localtime().tm_hour
+    emil = join(here, "emil", join_line(here), "--hours", f"{(hour + 2) % 24}-{(hour + 3) % 24}")
+    try:
+        deadline = time.monotonic() + 60
+        while "outside the hours" not in (here / "emil.log").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        emil.send_signal(signal.SIGTERM)
+        assert emil.wait(40) == 0
+    finally:
+        end(emil)
+    assert (here / "emil.log").read_text().splitlines()[-1] == "left"
 
 
 def test_a_proxy_leads_the_whole_way(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +175,7 @@ def test_a_proxy_leads_the_whole_way(here: Path, monkeypatch: pytest.MonkeyPatch
         about(here, "joined", "dora")
         round_with(here, "dora")
         dora.send_signal(signal.SIGTERM)
-        assert dora.wait(20) == 0, (here / "dora.log").read_text()
+        assert dora.wait(40) == 0, (here / "dora.log").read_text()
     finally:
         end(dora)
         proxy.close()
@@ -179,7 +194,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         while "Ctrl-C once more ends it at once" not in (tmp_path / "log").read_text():
             time.sleep(0.002)
         running.send_signal(signal.SIGINT)
-        assert running.wait(10) == 130, (tmp_path / "log").read_text()
+        assert running.wait(40) == 130, (tmp_path / "log").read_text()
     finally:
         end(running)
     assert (tmp_path / "log").read_text().splitlines()[-1] == "potluck: ended at once by Ctrl-C"

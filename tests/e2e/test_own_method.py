@@ -12,7 +12,7 @@ from e2e.processes import events, free_ports, potluck, result_of, start, wait_fo
 
 from potluck.storage.digest import digest_file
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "own_method.md"
 STRATEGY = 'name = "averaging.py:Averaging"\nnum_steps = 5\ninner = { lr = 5e-3, batch_size = 4, warmup = 0.0 }'

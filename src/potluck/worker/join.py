@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -53,6 +54,8 @@ class _Joining:
         self.options, self.files, self.compute, self.say = options, files, compute, say
         self.clock: Clock = SystemClock()
         self._folder = options.state_dir / "identity"
+        self._leaving = asyncio.Event()
+        self._shifting: tuple[Agent, asyncio.Task[None]] | None = None
 
     async def work(self, on_start: Callable[[Leaving], None]) -> str:
         options = self.options
@@ -65,14 +68,27 @@ class _Joining:
         )  # fmt: skip
         if self._identity.role == "operator":
             return f"this machine may operate the run; ask it with: potluck status {options.state_dir}"
+        on_start(self)
         while True:
             if (wait_s := seconds_until_open(options.hours, self.clock.time())) > 0:
                 self.say(f"outside the hours {options.hours}; waiting {wait_s / 3600:.1f} h")
-                await self.clock.sleep(wait_s)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._leaving.wait(), wait_s)
+            if self._leaving.is_set():
+                return "left"
             agent = self._agent()
-            on_start(agent)
             if await self._shift(agent):
                 return agent.ended or "left"
+
+    def leave(self) -> None:
+        """Go in good order: with a word to the coordinator once there is work, at once before that."""
+        self._leaving.set()
+        if self._shifting is not None:
+            agent, serving = self._shifting
+            if agent.runner is not None:
+                agent.leave()
+            else:
+                serving.cancel()
 
     def _agent(self) -> Agent:
         options = self.options
@@ -99,15 +115,21 @@ class _Joining:
     async def _shift(self, agent: Agent) -> bool:
         """Work until the end of the run or of the owner's hours; whether it is over for good."""
         serving = asyncio.create_task(agent.work())
+        self._shifting = (agent, serving)
         renewing = asyncio.create_task(self._renew_in_time(agent))
         open_s = seconds_until_closed(self.options.hours, self.clock.time())
         try:
             done, _ = await asyncio.wait([serving], timeout=open_s)
             if not done:
                 agent.leave()
+            if self._leaving.is_set():
+                await asyncio.wait([serving])
+                if serving.cancelled():  # by `leave`
+                    return True
             await serving
             return bool(done)
         finally:
+            self._shifting = None
             for task in (serving, renewing):
                 task.cancel()
             await asyncio.gather(serving, renewing, return_exceptions=True)
