@@ -118,7 +118,8 @@ class CoordinatorService:
     async def _read_reports(self, member: Member, channel: Channel) -> None:
         limit_s = missed_heartbeats * self.run.config.heartbeat_s
         while True:
-            message = await asyncio.wait_for(channel.receive(), limit_s)
+            async with asyncio.timeout(limit_s):
+                message = await channel.receive()
             if message is None:
                 return
             await self.run.intake.report(member, parse(pb.Report, message))
