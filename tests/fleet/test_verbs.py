@@ -238,3 +238,22 @@ def test_a_session_emits_and_takes_by_steps(tmp_path: Path) -> None:
         return state
 
     assert asyncio.run(main()).values == (0, 1, 2)
+
+
+def test_a_machine_that_became_slower_is_given_up_on_once(tmp_path: Path) -> None:
+    """Its past does not predict it any more, so it is forgotten: else it would miss every deadline from then on."""
+    took: list[float] = [1.0] * 4 + [30.0] * 4
+
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        (worker,) = fleet.workers()
+        await fleet.call({worker.id: count.bind(number=state.round)}, key="count", min_replies=1)
+        return [state.round]
+
+    def cost(_: pb.Lease) -> float:
+        return took.pop(0) if took else 30.0
+
+    state, world = play(tmp_path, rounds, num_rounds=7, costs={"w1": cost}, no_progress_s=100.0, max_discarded_rounds=2)
+    assert state.values == tuple(range(7))
+    assert [e.text for e in world.events if e.kind == "lost"] == [
+        "w1 has worked 6 s on toy.count and its past allows 6 s"
+    ]

@@ -113,9 +113,13 @@ def loss(lease: OpenLease, member: Member | None, now: float, config: FleetConfi
     stuck_s = now - lease.progress_at
     if stuck_s > config.no_progress_s:
         return f"{member.id} has made no progress for {stuck_s:.0f} s ({lease.progress_mark[0] or 'not started'})"
-    if config.deadlines and lease.started_at:
-        limit_s = deadline_s(member.seconds_per_unit.get(lease.message.task, []), lease.units)
-        taken_s = now - lease.started_at
-        if limit_s is not None and taken_s > limit_s:
-            return f"{member.id} has worked {taken_s:.0f} s on {lease.message.task} and its past allows {limit_s:.0f} s"
-    return ""
+    return overdue(lease, member, now) if config.deadlines else ""
+
+
+def overdue(lease: OpenLease, member: Member, now: float) -> str:
+    """Why a lease has taken far too long, by what its worker's past predicts; "" while it has not."""
+    limit_s = deadline_s(member.seconds_per_unit.get(lease.message.task, []), lease.units)
+    taken_s = now - lease.started_at
+    if not lease.started_at or limit_s is None or taken_s <= limit_s:
+        return ""
+    return f"{member.id} has worked {taken_s:.0f} s on {lease.message.task} and its past allows {limit_s:.0f} s"

@@ -23,7 +23,7 @@ from potluck.codecs.base import codec
 from potluck.codecs.bundle import write_flat_slices
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.config import FleetConfig
-from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, loss, wire_attempt
+from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, loss, overdue, wire_attempt
 from potluck.fleet.roster import LeaseId, Roster, decide
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
@@ -162,7 +162,10 @@ class LiveFleet:
             for lease in list(self.book.open.values()):
                 if lease.id not in self.book.open:
                     continue  # it was answered while another one's loss was written down
-                if reason := loss(lease, self.roster.members.get(lease.worker), now, self.config):
+                member = self.roster.members.get(lease.worker)
+                if reason := loss(lease, member, now, self.config):
+                    if member is not None and overdue(lease, member, now):
+                        member.forget(lease.message.task)  # its past predicts it no longer
                     self._give_up(lease, reason)
                     self.lost(lease.worker, reason)
                     await self._log_loss(lease, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,12 +41,17 @@ class Member:
     data_changed: asyncio.Event = field(default_factory=asyncio.Event)  # new operands to send it
     connection: int = 0  # which of its connections is the current one
     note: str = ""
+    noted_at: float = -math.inf
 
     def observe(self, task: str, seconds: float, units: float) -> None:
         """Remember how long a finished task took."""
         past = self.seconds_per_unit.setdefault(task, [])
         past.append(seconds / max(units, 1.0))
         del past[:-history_length]
+
+    def forget(self, task: str) -> None:
+        """A machine that became slower for good would otherwise miss every deadline from then on."""
+        self.seconds_per_unit.pop(task, None)
 
     @property
     def info(self) -> WorkerInfo:
