@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from potluck.codecs.bundle import write_flat
 from potluck.contract.problem import Problem
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb, upload_purpose, version
-from potluck.protocol.frames import pack_chunk
+from potluck.protocol.frames import pack_chunk, pack_data
 from potluck.simulator.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.transport.connection import Connection, Peer
@@ -224,3 +224,104 @@ def test_updates_that_would_spoil_the_model_are_refused(tmp_path: Path, spoil: C
     assert len([e for e in world.events if e.kind == "round"]) == 4
     assert not liar.refusals
     assert world.last is not None and world.last.roster.members[liar.id].quarantined
+
+
+def attacked(folder: Path, attack: Callable[[World, Connection], Awaitable[Any]]) -> tuple[World, Any]:
+    """A run of four rounds by two honest workers while a third member does as `attack` says."""
+    problem = Problem(num_rounds=4, validate=False)
+    problem.fleet = FleetConfig(min_workers=2, no_progress_s=20.0, max_discarded_rounds=2)
+
+    async def main() -> tuple[World, Any]:
+        world = World(
+            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=0.3))), problem.make_deck, folder,
+            clock=VirtualClock(), make_executor=InlineExecutor,
+        )  # fmt: skip
+        await world.start()
+        for name in ("w1", "w2"):
+            world.add(name, cost_s=lambda _: 10.0)
+        await world.clock.sleep(1.0)
+        connection = await world.network.connect(Peer(id=WorkerId("flood")), Link())
+        found = await attack(world, connection)
+        await connection.close()
+        await asyncio.wait_for(world.finish(), 900.0)
+        return world, found
+
+    world, found = run_virtual(main())
+    assert len([e for e in world.events if e.kind == "round"]) == 4
+    assert not [e for e in world.events if e.kind == "discarded"]
+    return world, found
+
+
+hello = pb.WelcomeRequest(version=version()).SerializeToString()
+
+
+def test_a_flood_of_welcomes_waits_and_is_refused(tmp_path: Path) -> None:
+    async def attack(world: World, connection: Connection) -> list[float]:
+        start, answered = world.clock.now(), list[float]()
+
+        async def welcome() -> None:
+            await connection.call("Welcome", hello)
+            answered.append(world.clock.now() - start)
+
+        results = await asyncio.gather(*(welcome() for _ in range(1000)), return_exceptions=True)
+        assert len([r for r in results if isinstance(r, Refused)]) == 1000 - len(answered)
+        return answered
+
+    world, answered = attacked(tmp_path, attack)
+    assert len(answered) == 21 and answered[-1] == pytest.approx(10.0, abs=0.5)
+    assert len([e for e in world.events if e.kind == "joined"]) == 21 + 2
+
+
+def test_a_flood_of_reports_makes_its_sender_wait_and_fills_no_log(tmp_path: Path) -> None:
+    async def attack(world: World, connection: Connection) -> float:
+        await connection.call("Welcome", hello)
+        control, start = await connection.open("Control"), world.clock.now()
+        for number in range(20_000):
+            await asyncio.wait_for(control.send(pb.Report(note=f"{number} {'x' * 10_000}").SerializeToString()), 600.0)
+            if world.clock.now() - start > 20.0:
+                return number / (world.clock.now() - start)
+        raise AssertionError("nothing made the flood wait")
+
+    world, reports_per_s = attacked(tmp_path, attack)
+    assert reports_per_s < 100
+    assert len([e for e in world.events if e.kind == "note"]) < 30
+
+
+def test_inline_results_that_nobody_asked_for_are_not_kept(tmp_path: Path) -> None:
+    """Kept, so many unfinished ones would end the stream."""
+
+    async def attack(world: World, connection: Connection) -> bool:
+        await connection.call("Welcome", hello)
+        data = await connection.open("Data")
+        for number in range(200):
+            head = {"lease": [0, 0, f"k{number}"], "offset": 0, "total": 1 << 20}
+            await data.send(pack_data(head, b"some"))
+        reading = asyncio.ensure_future(data.receive())
+        await world.clock.sleep(0.5)
+        is_open = not reading.done()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await data.send(pack_data({"lease": [0, 0, "inner/w1"], "offset": 0, "total": 1 << 30}, b"some"))
+        with pytest.raises(Refused, match="claims 1073741824 bytes"):
+            await data.receive()
+        return is_open
+
+    assert attacked(tmp_path, attack)[1]
+
+
+def test_a_worker_has_one_stream_for_inline_results(tmp_path: Path) -> None:
+    """So what it leaves unfinished is bounded, however many streams it opens."""
+
+    async def attack(world: World, connection: Connection) -> int:
+        await connection.call("Welcome", hello)
+        streams = [await connection.open("Data") for _ in range(20)]
+        await world.clock.sleep(0.5)
+        ended = [asyncio.ensure_future(stream.receive()) for stream in streams]
+        await world.clock.sleep(0.5)
+        num_open = sum(not read.done() for read in ended)
+        for read in ended:
+            read.cancel()
+        await asyncio.gather(*ended, return_exceptions=True)
+        return num_open
+
+    assert attacked(tmp_path, attack)[1] == 1

@@ -9,6 +9,7 @@ import pytest
 from transport.networks import Handlers, Sockets, run
 
 from potluck.protocol.frames import MAX_FRAME_BYTES
+from potluck.transport.rules import MAX_REQUEST_BYTES
 from potluck.types import errors
 from potluck.types.errors import ConnectionLost, NotAdmitted, PotluckError, Refused
 
@@ -459,9 +460,28 @@ def test_a_call_that_is_not_answered_in_time_is_lost(network):
     run(network, Handlers(Welcome=never), main)
 
 
+def test_the_coordinator_may_say_more_at_once_than_a_worker(network):
+    async def big(peer, channel):
+        await channel.send(bytes((64 << 20) - 1024))
+
+    async def reply(peer, request):
+        return bytes(len(request) + 1)
+
+    async def main():
+        connection = await network.connect("w1")
+        channel = await connection.open("Control")
+        assert len(await channel.receive()) == (64 << 20) - 1024
+        await channel.close()
+        assert len(await connection.call("Welcome", bytes(MAX_REQUEST_BYTES - 1024))) == MAX_REQUEST_BYTES - 1023
+        with pytest.raises(Refused, match=f"over the limit of {MAX_REQUEST_BYTES}"):
+            await connection.call("Welcome", bytes(MAX_REQUEST_BYTES + 1))
+
+    run(network, Handlers(Control=big, Welcome=reply), main)
+
+
 @pytest.mark.parametrize("method", ["Control", "Data", "PutObject"])
 def test_messages_are_bounded_by_their_kind(network, method):
-    limit = 64 << 20 if method == "Control" else MAX_FRAME_BYTES
+    limit = MAX_REQUEST_BYTES if method == "Control" else MAX_FRAME_BYTES
 
     async def count(peer, channel):
         message = await channel.receive()

@@ -153,10 +153,12 @@ def test_a_sender_holds_no_more_than_the_watermark_and_what_is_in_flight():
 def test_one_message_larger_than_the_watermark_passes():
     async def main():
         network = MemoryNetwork(VirtualClock())
-        connection = await connect(network, Handlers(Control=echo), Link())
+        connection = await connect(network, Handlers(Control=big), Link())
         channel = await connection.open("Control")
-        await channel.send(bytes(WATERMARK_BYTES * 2))
         return len(await channel.receive())
+
+    async def big(peer, channel):
+        await channel.send(bytes(WATERMARK_BYTES * 2))
 
     assert run_virtual(main()) == WATERMARK_BYTES * 2
 

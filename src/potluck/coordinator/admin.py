@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from potluck.clock import Clock, Executor
 from potluck.coordinator.core import Coordinator
-from potluck.coordinator.service import parse
-from potluck.protocol import pb
+from potluck.protocol import parse, pb
 from potluck.storage.members import Members
 from potluck.transport.connection import Peer
 from potluck.transport.security.link import JoinLink

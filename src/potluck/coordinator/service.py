@@ -12,17 +12,22 @@ from potluck.codecs.bundle import flat_size
 from potluck.coordinator.core import Coordinator
 from potluck.coordinator.status import snapshot
 from potluck.fleet.roster import LeaseId, Member, missed_heartbeats
-from potluck.protocol import check_version, pb, upload_purpose, version
+from potluck.protocol import check_version, parse, pb, upload_purpose, version
 from potluck.storage.digest import check_digest
 from potluck.transport import objects
 from potluck.transport.connection import Channel, Peer
 from potluck.transport.inline import Assembler, frames
 from potluck.types.errors import ConnectionLost, CorruptError, Refused, ResourceError
-from potluck.types.ids import Digest
+from potluck.types.ids import Digest, WorkerId
 from potluck.types.profile import DeviceProfile
 
 MAX_PROFILE_BYTES = 65536
 MAX_STRATEGY_FILES = 64
+MAX_REPORTS = 100  # of one worker between two heartbeats; more wait, and their sender with them
+MAX_INLINE_BYTES = 256 << 20  # of results that one worker sends inline and has not completed
+welcome_interval_s = 0.5
+"""A worker that says Welcome more often is made to wait."""
+MAX_WELCOME_WAIT_S = 10.0
 MAX_UPLOADS = 4  # for one task: a worker that was restarted may have another result
 upload_slack = 1.25
 """An upload may be this many times the size that the run's codec gives."""
@@ -37,6 +42,8 @@ class CoordinatorService:
         self.run = run
         self.unary: dict[str, Unary] = {"Welcome": self._welcome, "Status": self._status}
         run_size = flat_size("params", run.plan.layout, codec("fp32"))
+        self._welcome_at: dict[WorkerId, float] = {}  # when its next Welcome has its turn
+        self._data_over: dict[WorkerId, asyncio.Event] = {}  # ends the Data stream that it has now
         self._max_upload_bytes = int(run_size * upload_slack) + (1 << 20)
 
     async def call(self, peer: Peer, method: str, request: bytes) -> bytes:
@@ -87,6 +94,7 @@ class CoordinatorService:
             profile = DeviceProfile.from_json(json.loads(request.profile_json or "{}"))
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise Refused(f"the profile of {peer.id} cannot be read") from error
+        await self._turn_of(peer.id)
         await self.run.executor.run(self.run.seen, peer.id)
         known = peer.id in self.run.roster.members
         member = self.run.roster.arrive(peer.id, profile, self.run.clock.now())
@@ -94,6 +102,18 @@ class CoordinatorService:
         self.run.tell("joined", f"{peer.id} {'is back' if known else 'joined'} ({profile.device})", worker=peer.id)
         reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=spec.model_dump_json())
         return reply.SerializeToString()
+
+    async def _turn_of(self, worker: WorkerId) -> None:
+        """Each Welcome costs a write to the disk and a line in the log: one worker has only so many of them."""
+        now = self.run.clock.now()
+        at = max(now, self._welcome_at.get(worker, now))
+        if at - now > MAX_WELCOME_WAIT_S:
+            raise Refused(
+                f"{worker} says Welcome more than {1 / welcome_interval_s:.0f} times a second; start it again"
+            )
+        self._welcome_at[worker] = at + welcome_interval_s
+        if at > now:
+            await self.run.clock.sleep(at - now)
 
     async def _status(self, peer: Peer, data: bytes) -> bytes:
         return pb.StatusReply(status_json=json.dumps(snapshot(self.run))).SerializeToString()
@@ -116,8 +136,13 @@ class CoordinatorService:
                 self.run.deck.release(member.id)
 
     async def _read_reports(self, member: Member, channel: Channel) -> None:
-        limit_s = missed_heartbeats * self.run.config.heartbeat_s
+        heartbeat_s, clock = self.run.config.heartbeat_s, self.run.clock
+        limit_s = missed_heartbeats * heartbeat_s
+        num_reports, since = 0, clock.now()
         while True:
+            if (num_reports := num_reports + 1) > MAX_REPORTS:
+                await clock.sleep(max(0.0, since + heartbeat_s - clock.now()))
+                num_reports, since = 1, clock.now()
             async with asyncio.timeout(limit_s):
                 message = await channel.receive()
             if message is None:
@@ -159,10 +184,17 @@ class CoordinatorService:
     # Inline tensors
 
     async def _data(self, member: Member, channel: Channel) -> None:
-        await first_of(self._read_data(member, channel), self._write_data(member, channel))
+        """Until the worker opens another: it has one, and what a stream holds unfinished is bounded."""
+        if (before := self._data_over.get(member.id)) is not None:
+            before.set()
+        over = self._data_over[member.id] = asyncio.Event()
+        await first_of(self._read_data(member, channel), self._write_data(member, channel), over.wait())
 
     async def _read_data(self, member: Member, channel: Channel) -> None:
-        assembler = Assembler()
+        held = self.run.fleet.book.open
+        assembler = Assembler(
+            MAX_INLINE_BYTES, wanted=lambda name: (lease := held.get(name)) is not None and lease.worker == member.id
+        )
         while (frame := await channel.receive()) is not None:
             try:
                 done = assembler.add(frame)
@@ -221,15 +253,7 @@ class CoordinatorService:
         return admit
 
 
-def parse(message_type: type[Any], data: bytes) -> Any:
-    """A message from the network; Refused where it is not one."""
-    try:
-        return message_type.FromString(data)
-    except Exception as error:  # protobuf runtimes differ in what they raise
-        raise Refused(f"a {message_type.__name__} cannot be read") from error
-
-
-async def first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
+async def first_of(*coroutines: Coroutine[Any, Any, Any]) -> None:
     """Run all until the first one ends, then end the others; a lost link is an ordinary end."""
     tasks = [asyncio.ensure_future(c) for c in coroutines]
     try:

@@ -30,6 +30,8 @@ MAX_SCALARS_BYTES = 65536
 MAX_RESULTS = 256
 MAX_ERROR_LENGTH = 500
 MAX_ACTIVITY_LENGTH = 40
+note_interval_s = 1.0
+"""A worker's remarks are heard no more often; it repeats the last one with each report."""
 MAX_MAGNITUDE = 1e30
 """Of a scalar: sums of such numbers and their quotients are finite."""
 MAX_OWN_TOKENS = 1 << 40
@@ -54,8 +56,8 @@ class Intake:
         now = self._clock.now()
         member.last_seen = now
         note = printable(report.note, MAX_ERROR_LENGTH)
-        if note and note != member.note:
-            member.note = note
+        if note and note != member.note and now - member.noted_at >= note_interval_s:
+            member.note, member.noted_at = note, now
             self.noted(member.id, note)
         if report.leaving and not member.leaving:
             member.leaving = True

@@ -5,7 +5,7 @@ The tensors of one lease travel as one packed bundle. Nothing is stored; after a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -30,10 +30,12 @@ def frames(name: LeaseName, tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
 
 
 class Assembler:
-    """Puts frames together; holds at most `limit_bytes` of unfinished bundles."""
+    """Puts frames together; holds at most `limit_bytes` of unfinished bundles, and only of leases that are `wanted`."""
 
-    def __init__(self, limit_bytes: int = MAX_BUNDLE_BYTES) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(
+        self, limit_bytes: int = MAX_BUNDLE_BYTES, *, wanted: Callable[[LeaseName], bool] = lambda _: True
+    ) -> None:
+        self._limit_bytes, self._wanted = limit_bytes, wanted
         self._open: dict[LeaseName, bytearray] = {}
 
     def add(self, frame: bytes) -> tuple[LeaseName, dict[str, Tensor]] | None:
@@ -42,6 +44,9 @@ class Assembler:
         name, offset, total = _read_head(head)
         if not 0 < total <= self._limit_bytes:
             raise CorruptError(f"an inline bundle claims {total} bytes and {self._limit_bytes} are allowed")
+        if not self._wanted(name):
+            self._open.pop(name, None)
+            return None
         if offset == 0:
             self._open[name] = bytearray()
         part = self._open.get(name)

@@ -207,7 +207,7 @@ class _WorkerEnd:
 
     async def send(self, message: bytes) -> None:
         stream = self._stream
-        check_size(stream.method, len(message))
+        check_size(stream.method, len(message), up=True)
         await stream.up.send(bytes(message))
         stream.connection.traffic.add_up(stream.method, len(message))
 
@@ -236,7 +236,7 @@ class _CoordinatorEnd:
         self._stream, self._traffic = stream, traffic
 
     async def send(self, message: bytes) -> None:
-        check_size(self._stream.method, len(message))
+        check_size(self._stream.method, len(message), up=False)
         await self._stream.down.send(bytes(message))
         self._traffic.add_down(self._stream.method, len(message))
 
@@ -312,7 +312,7 @@ class MemoryConnection:
 
     async def call(self, method: str, request: bytes, *, timeout_s: float = 30.0) -> bytes:
         await self._reach()
-        check_size(method, len(request))
+        check_size(method, len(request), up=True)
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._calls[reply] = None
         self.traffic.add_up(method, len(request))

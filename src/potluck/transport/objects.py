@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from potluck.clock import Executor
-from potluck.protocol import pb
+from potluck.protocol import parse, pb
 from potluck.protocol.frames import CHUNK_BYTES, CHUNK_HEADER_BYTES, pack_chunk, unpack_chunk
 from potluck.storage.digest import check_digest
 from potluck.storage.objects import ObjectStore, PartialObject
@@ -284,10 +284,7 @@ def _parse(kind: type[M], data: bytes | None) -> M:
     """A message from the network. Refused where it is not one, ConnectionLost where the stream ended instead."""
     if data is None:
         raise ConnectionLost(f"the stream ended and a {kind.__name__} was due")
-    try:
-        return kind.FromString(data)
-    except Exception as error:  # protobuf runtimes differ in what they raise
-        raise Refused(f"a {kind.__name__} cannot be read") from error
+    return parse(kind, data)
 
 
 def _silent(num_bytes: int) -> None:

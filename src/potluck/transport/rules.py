@@ -14,7 +14,9 @@ from potluck.types.untrusted import printable
 
 BULK_STREAMS = frozenset({"Data", "GetObject", "PutObject"})
 MAX_MESSAGE_BYTES = 64 << 20
-"""Of a unary call or a message on Control. Bulk streams cut what they carry into frames of `MAX_FRAME_BYTES`."""
+"""Of a reply or a message of the coordinator on Control. Bulk streams cut what they carry into `MAX_FRAME_BYTES`."""
+MAX_REQUEST_BYTES = 4 << 20
+"""Of a call or a report: what the coordinator parses from many. Parsed, it may take 40 times as much memory."""
 MAX_SENTENCE_BYTES = 4096
 """Of an error, percent-encoded as gRPC sends it; many hosts take no more than 8 KiB of metadata in all."""
 loss_grace_s = 30.0
@@ -35,9 +37,10 @@ def check_role(peer: Peer, method: str) -> None:
         )
 
 
-def check_size(method: str, num_bytes: int) -> None:
-    """Refuse a message longer than its kind can be."""
-    limit = MAX_FRAME_BYTES if method in BULK_STREAMS else MAX_MESSAGE_BYTES
+def check_size(method: str, num_bytes: int, *, up: bool) -> None:
+    """Refuse a message longer than its kind can be. `up`: from the worker to the coordinator."""
+    whole = MAX_REQUEST_BYTES if up else MAX_MESSAGE_BYTES
+    limit = MAX_FRAME_BYTES if method in BULK_STREAMS else whole
     if num_bytes > limit:
         raise Refused(f"a message of {num_bytes} bytes on {method} is over the limit of {limit}; send it in parts")
 
@@ -46,9 +49,9 @@ async def answer_call(service: Service, peer: Peer, method: str, request: bytes)
     """The service's reply to a unary call; raises only what the caller may be told."""
     try:
         check_role(peer, method)
-        check_size(method, len(request))
+        check_size(method, len(request), up=True)
         reply = await service.call(peer, method, request)
-        check_size(method, len(reply))
+        check_size(method, len(reply), up=False)
     except Exception as error:
         raise told(error, method, peer.id) from error
     return reply

@@ -54,7 +54,7 @@ class GrpcConnection:
         return self._traffic
 
     async def call(self, method: str, request: bytes, *, timeout_s: float = 30.0) -> bytes:
-        check_size(method, len(request))
+        check_size(method, len(request), up=True)
         call = self._channel(bulk=False).unary_unary(f"/{SERVICE_NAME}/{method}")(
             request, timeout=timeout_s, metadata=self._metadata
         )
@@ -107,7 +107,7 @@ class _WorkerEnd:
         self._closed = False
 
     async def send(self, message: bytes) -> None:
-        check_size(self._method, len(message))
+        check_size(self._method, len(message), up=True)
         if self._closed:
             raise ConnectionLost("the stream is closed")
         await self._writer.send(message)

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from potluck.transport.rules import MAX_MESSAGE_BYTES
+from potluck.transport.rules import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from potluck.transport.security.names import SERVER_NAME
 from potluck.transport.security.proxy import channel_options
 
@@ -47,7 +47,7 @@ def shared_options(limit_bytes: int) -> Options:
     ]
 
 
-def server_options(limit_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+def server_options(limit_bytes: int = MAX_REQUEST_BYTES) -> Options:
     return [
         *shared_options(limit_bytes),
         ("grpc.so_reuseport", 0),  # else a second coordinator on the port would silently share its workers

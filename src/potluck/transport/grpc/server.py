@@ -161,14 +161,14 @@ class _CoordinatorEnd:
         self.error: Exception | None = None
 
     async def send(self, message: bytes) -> None:
-        check_size(self._method, len(message))
+        check_size(self._method, len(message), up=False)
         await self._writer.send(message)
         self._traffic.add_down(self._method, len(message))
 
     async def receive(self) -> bytes | None:
         message = await self._reader.receive()
         if message is not None:
-            check_size(self._method, len(message))
+            check_size(self._method, len(message), up=True)
             self._traffic.add_up(self._method, len(message))
         return message
 
