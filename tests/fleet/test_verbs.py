@@ -163,6 +163,30 @@ def test_a_task_that_fails_everywhere_ends_the_round_with_its_reason(tmp_path: P
         play(tmp_path, rounds, max_discarded_rounds=1, quarantine_after=10)
 
 
+def bad_w1(state: Seen, fleet: Fleet) -> Any:
+    """A round in which w1 can do nothing."""
+    tasks = {w.id: (fail if w.id == "w1" else count).bind(number=7) for w in fleet.workers()}
+
+    async def values() -> list[Any]:
+        return [r.worker for r in (await fleet.call(tasks, key="numbers", min_replies=1)).replies]
+
+    return values()
+
+
+def test_a_run_of_quarantined_workers_stops_after_a_while(tmp_path: Path) -> None:
+    with pytest.raises(RunStopped, match="every worker here is quarantined: w1 is quarantined: 3 refused results"):
+        play(tmp_path, bad_w1, costs={"w1": second})
+
+
+def test_a_bad_worker_that_comes_first_does_not_end_the_run_of_those_who_follow(tmp_path: Path) -> None:
+    async def disturb(world: World) -> None:
+        await world.clock.sleep(15.0)  # w1 is quarantined by then
+        world.add("w2", cost_s=second)
+
+    state, _ = play(tmp_path, bad_w1, costs={"w1": second}, disturb=disturb)
+    assert state.values == ("w2",)
+
+
 def test_next_takes_replies_as_they_come(tmp_path: Path) -> None:
     async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
         def offer(worker: WorkerInfo) -> BoundTask:

@@ -64,6 +64,8 @@ class Running:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
                 await self.workers.close()
+        if not self._serving.cancelled() and (error := self._serving.exception()) is not None:
+            raise error from self._failure  # what was wrong here outranks what it did to the workers
         if self._failure is not None:
             raise self._failure
         if self._serving.cancelled():
@@ -112,8 +114,9 @@ class Running:
 
     def _stop_if_nobody_is_left(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """Where all workers are ours and get no more work, nobody else will come."""
-        reasons = [worker["reason"] for worker in workers]
-        if len(reasons) >= self.num_local and all(reasons) and not self._stop_reason:
+        running = self.workers.running
+        reasons = [worker["reason"] for worker in workers if worker["id"] in running]
+        if reasons and len(reasons) == len(running) and all(reasons) and not self._stop_reason:
             reason = f"every worker on this machine is quarantined, one of them for {reasons[0]}"
             self._failure = RunStopped(f"{reason}; --resume continues the run with a clean record")
             self.stop(reason)

@@ -24,7 +24,7 @@ from potluck.codecs.bundle import write_flat_slices
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, loss, overdue, wire_attempt
-from potluck.fleet.roster import LeaseId, Roster, decide
+from potluck.fleet.roster import LeaseId, Member, Roster, decide
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
 from potluck.storage.objects import ObjectStore
@@ -238,23 +238,31 @@ class LiveFleet:
     async def ready(self, num_workers: int) -> None:
         """Wait until that many workers are here, never for a particular one.
 
-        RunStopped when all that are connected are quarantined: then there is nothing to wait for.
+        RunStopped when for `no_progress_s` all that are connected or on their way were quarantined: then there is
+        nothing to wait for. A bad worker that comes first must not end a run that others are about to join.
         """
-        said = ""
+        said, hopeful_at = "", self._clock.now()
         while True:
-            here, why_not = decide(self.roster.members.values(), self._clock.now(), self.config)
+            now = self._clock.now()
+            here, why_not = decide(self.roster.members.values(), now, self.config)
             if len(here) >= num_workers:
                 return
             names = ", ".join(w.id for w in here) or "none"
             self.phase = f"waiting for workers: {len(here)} of {num_workers} here ({names})"
             self.phase += f"; {why_not}" if why_not else ""
-            connected = [member for member in self.roster.members.values() if member.connected]
-            if connected and all(member.quarantined for member in connected):
+            if not (known := self._expected(now)) or not all(member.quarantined for member in known):
+                hopeful_at = now
+            if now - hopeful_at > self.config.no_progress_s:
                 raise RunStopped(f"every worker here is quarantined: {why_not}; mend the cause and go on with --resume")
             num_bad = sum(bool(member.quarantined) for member in self.roster.members.values())
             if said != (said := f"{names}, {num_bad} quarantined"):
                 self.waits(self.phase)
             await self._wait_a_little()
+
+    def _expected(self, now: float) -> list[Member]:
+        """Who is connected, or may well be soon: a worker prepares data and model between Welcome and Control."""
+        patience_s = self.config.no_progress_s
+        return [m for m in self.roster.members.values() if m.connected or now - m.away_since < patience_s]
 
     async def _wait_a_little(self) -> None:
         try:
