@@ -24,7 +24,7 @@ from potluck.codecs.bundle import write_flat_slices
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, loss, overdue, wire_attempt
-from potluck.fleet.roster import LeaseId, Member, Roster, decide
+from potluck.fleet.roster import LeaseId, Roster, decide
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
 from potluck.storage.objects import ObjectStore
@@ -250,7 +250,7 @@ class LiveFleet:
             names = ", ".join(w.id for w in here) or "none"
             self.phase = f"waiting for workers: {len(here)} of {num_workers} here ({names})"
             self.phase += f"; {why_not}" if why_not else ""
-            if not (known := self._expected(now)) or not all(member.quarantined for member in known):
+            if not (known := self.roster.expected(now)) or not all(member.quarantined for member in known):
                 hopeful_at = now
             if now - hopeful_at > self.config.no_progress_s:
                 raise RunStopped(f"every worker here is quarantined: {why_not}; mend the cause and go on with --resume")
@@ -258,11 +258,6 @@ class LiveFleet:
             if said != (said := f"{names}, {num_bad} quarantined"):
                 self.waits(self.phase)
             await self._wait_a_little()
-
-    def _expected(self, now: float) -> list[Member]:
-        """Who is connected, or may well be soon: a worker prepares data and model between Welcome and Control."""
-        patience_s = self.config.no_progress_s
-        return [m for m in self.roster.members.values() if m.connected or now - m.away_since < patience_s]
 
     async def _wait_a_little(self) -> None:
         try:

@@ -129,6 +129,11 @@ class Roster:
     def here(self, now: float) -> tuple[WorkerInfo, ...]:
         return decide(self.members.values(), now, self.config)[0]
 
+    def expected(self, now: float) -> list[Member]:
+        """Who is connected, or may well be soon: a worker prepares data and model between Welcome and Control."""
+        patience_s = self.config.no_progress_s
+        return [m for m in self.members.values() if m.connected or now - m.away_since < patience_s]
+
     def signal(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
