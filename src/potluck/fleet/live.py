@@ -238,8 +238,8 @@ class LiveFleet:
     async def ready(self, num_workers: int) -> None:
         """Wait until that many workers are here, never for a particular one.
 
-        RunStopped when for `no_progress_s` all that are connected or on their way were quarantined: then there is
-        nothing to wait for. A bad worker that comes first must not end a run that others are about to join.
+        RunStopped when for `no_progress_s` all that are expected were quarantined: a bad worker that comes first must
+        not end a run that others are about to join.
         """
         said, hopeful_at = "", self._clock.now()
         while True:
@@ -248,8 +248,8 @@ class LiveFleet:
             if len(here) >= num_workers:
                 return
             names = ", ".join(w.id for w in here) or "none"
-            self.phase = f"waiting for workers: {len(here)} of {num_workers} here ({names})"
-            self.phase += f"; {why_not}" if why_not else ""
+            absent = f"; {why_not}" if why_not else ""
+            self.phase = f"waiting for workers: {len(here)} of {num_workers} here ({names}){absent}"
             if not (known := self.roster.expected(now)) or not all(member.quarantined for member in known):
                 hopeful_at = now
             if now - hopeful_at > self.config.no_progress_s:
