@@ -241,21 +241,20 @@ class LiveFleet:
         RunStopped when for `no_progress_s` all that are expected were quarantined: a bad worker that comes first must
         not end a run that others are about to join.
         """
-        said, hopeful_at = "", self._clock.now()
+        said, hopeful_at = ("", -1), self._clock.now()
         while True:
             now = self._clock.now()
             here, why_not = decide(self.roster.members.values(), now, self.config)
             if len(here) >= num_workers:
                 return
             names = ", ".join(w.id for w in here) or "none"
-            absent = f"; {why_not}" if why_not else ""
-            self.phase = f"waiting for workers: {len(here)} of {num_workers} here ({names}){absent}"
+            text = f"waiting for workers: {len(here)} of {num_workers} here ({names})"
+            self.phase = f"{text}; {why_not}" if why_not else text
             if not (known := self.roster.expected(now)) or not all(member.quarantined for member in known):
                 hopeful_at = now
             if now - hopeful_at > self.config.no_progress_s:
                 raise RunStopped(f"every worker here is quarantined: {why_not}; mend the cause and go on with --resume")
-            num_bad = sum(bool(member.quarantined) for member in self.roster.members.values())
-            if said != (said := f"{names}, {num_bad} quarantined"):
+            if said != (said := (names, sum(bool(m.quarantined) for m in self.roster.members.values()))):
                 self.waits(self.phase)
             await self._wait_a_little()
 
