@@ -252,6 +252,24 @@ def test_a_long_sentence_is_cut_and_still_told(network, letter, num_letters):
     run(network, Handlers(Welcome=refuse), main)
 
 
+def test_trouble_of_the_coordinators_machine_is_no_refusal(network):
+    """A worker that is refused gives up or is blamed; this one tries again."""
+
+    async def fail(peer, _):
+        raise OSError(24, "Too many open files")
+
+    async def main():
+        connection = await network.connect("w1")
+        with pytest.raises(ConnectionLost, match="cannot serve that at the moment"):
+            await connection.call("Welcome", b"")
+        channel = await connection.open("PutObject")
+        with pytest.raises(ConnectionLost, match="cannot serve that at the moment"):
+            await channel.receive()
+        await channel.close()
+
+    run(network, Handlers(Welcome=fail, PutObject=fail), main)
+
+
 def test_an_unforeseen_error_is_logged_and_only_its_place_is_told(network, caplog):
     async def fail(peer, _):
         raise KeyError("the secret")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 from urllib.parse import urlsplit
 
 import grpc
@@ -440,3 +441,57 @@ def test_a_class_this_version_does_not_know_is_a_refusal():
     metadata = grpc.aio.Metadata(("potluck-error", "Exception"))
     told = from_status(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details=sentence), "host:1")
     assert type(told) is Refused and isinstance(told, PotluckError)
+
+
+def test_strangers_cannot_take_every_connection(monkeypatch):
+    """Each takes an open file of the process: without a bound nobody's update could be stored any more."""
+    monkeypatch.setattr("potluck.transport.grpc.server.MAX_ENROL_CONNECTIONS", 4)
+    monkeypatch.setattr("potluck.transport.grpc.server.spare_connections", lambda: 6)
+    network = Sockets()
+
+    async def num_open(port):
+        streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        await asyncio.sleep(0.5)
+        ended = [asyncio.ensure_future(reader.read()) for reader, _ in streams]
+        done, waiting = await asyncio.wait(ended, timeout=0.5)
+        for read in done:
+            read.exception()
+        for read in waiting:
+            read.cancel()
+        for _, writer in streams:
+            writer.transport.abort()
+        await asyncio.gather(*ended, return_exceptions=True)
+        return len(waiting)
+
+    async def main():
+        enrol = EnrolServer(None, identity=network.authority.server)
+        assert await num_open(await enrol.start(0, "127.0.0.1")) <= 4
+        await enrol.stop()
+        serve = GrpcServer(check_peer=network.check_peer, identity=network.authority.server)
+        port = await serve.start(SERVICE, 0, "127.0.0.1")
+        assert await num_open(port) <= 6
+        connection = GrpcConnection(f"127.0.0.1:{port}", network.authority.client("w1"))
+        await connection.call("Welcome", b"")  # they went, so there is room again
+        await connection.close()
+        await serve.stop()
+
+    asyncio.run(main())
+
+
+def test_a_connection_to_the_enrol_port_that_asks_nothing_is_ended(monkeypatch):
+    monkeypatch.setattr("potluck.transport.grpc.server.enrol_idle_s", 1)
+    authority = TestAuthority()
+
+    async def main():
+        server = EnrolServer(None, identity=authority.server)
+        port = await server.start(0, "127.0.0.1")
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+        await asyncio.wait_for(reader.read(), 8)  # until the server ends it
+        writer.transport.abort()
+        await server.stop()
+
+    asyncio.run(main())

@@ -25,6 +25,7 @@ from potluck.storage.files import FolderLock, write_atomic
 from potluck.storage.members import Members
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.state import State
+from potluck.transport.grpc.descriptors import raise_limit
 from potluck.transport.grpc.server import EnrolServer, GrpcServer
 from potluck.transport.security.admission import Admission
 from potluck.transport.security.authority import Authority, ServerCertificates
@@ -46,6 +47,7 @@ async def serve(
     """
     if options.address:
         parse_address(options.address)  # before minutes are spent on data
+    raise_limit()  # of open files: each worker takes two
     options.run_dir.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(options.run_dir)
     files = ThreadExecutor(1, "files")

@@ -74,6 +74,8 @@ def told(error: Exception, method: str, who: str) -> Exception:
     if isinstance(error, PotluckError):
         return type(error)(_cut(printable(str(error), MAX_SENTENCE_BYTES)))
     _log.error("%s of %s failed", method, who, exc_info=error)
+    if isinstance(error, OSError):
+        return ConnectionLost("the coordinator cannot serve that at the moment")  # its machine's fault: try again
     return Refused(f"internal error in {method}: the log of the coordinator has the details")
 
 

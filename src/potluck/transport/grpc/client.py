@@ -31,6 +31,11 @@ from potluck.types.errors import AddressError, ConnectionLost
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
+reason_wait_s = 1.0
+reason_poll_s = 0.02
+_write_failed = "Internal error from Core"
+"""What gRPC says at once of a call that ended while it wrote. What the coordinator said comes a moment later."""
+
 
 class GrpcConnection:
     """Connects at its first use.
@@ -145,17 +150,15 @@ class _WorkerEnd:
             if isinstance(message, bytes):
                 return message
             return None if await self._call.code() is grpc.StatusCode.OK else await self._lost()
-        except grpc.aio.AioRpcError as error:
-            return from_status(error, self._address)
+        except grpc.aio.AioRpcError:
+            return await self._lost()
         except asyncio.CancelledError:
             return ConnectionLost("the stream is closed")
 
     async def _write(self, message: bytes) -> Outcome:
         try:
             await self._call.write(message)
-        except grpc.aio.AioRpcError as error:
-            return from_status(error, self._address)
-        except asyncio.InvalidStateError:
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return await self._lost()
         except asyncio.CancelledError:
             return ConnectionLost("the stream is closed")
@@ -163,6 +166,10 @@ class _WorkerEnd:
 
     async def _lost(self) -> Exception:
         """Why a call that has ended did so."""
+        waited_s = 0.0
+        while waited_s < reason_wait_s and await self._call.details() == _write_failed:
+            await asyncio.sleep(reason_poll_s)
+            waited_s += reason_poll_s
         code = await self._call.code()
         if code is grpc.StatusCode.OK:
             return ConnectionLost("the coordinator has ended the stream")

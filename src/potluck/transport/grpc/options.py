@@ -47,8 +47,11 @@ def shared_options(limit_bytes: int) -> Options:
     ]
 
 
-def server_options(limit_bytes: int = MAX_REQUEST_BYTES) -> Options:
+def server_options(limit_bytes: int = MAX_REQUEST_BYTES, *, max_connections: int, idle_s: int = 0) -> Options:
+    """`max_connections` at once, those in handshake included; with `idle_s` one without a call is ended after that."""
     return [
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        *([("grpc.max_connection_idle_ms", idle_s * 1000)] if idle_s else []),
         *shared_options(limit_bytes),
         ("grpc.so_reuseport", 0),  # else a second coordinator on the port would silently share its workers
         ("grpc.max_concurrent_streams", MAX_STREAMS),

@@ -19,6 +19,7 @@ import grpc
 
 from potluck.transport.connection import STREAMS, Peer, Service, Traffic
 from potluck.transport.grpc.channel import Outcome, Reader, Writer
+from potluck.transport.grpc.descriptors import spare_connections
 from potluck.transport.grpc.options import TlsIdentity, is_loopback, server_credentials, server_options
 from potluck.transport.grpc.status import to_status
 from potluck.transport.rules import answer_call, answer_stream, check_size, loss_grace_s, told
@@ -29,6 +30,9 @@ from potluck.types.ids import WorkerId
 MAX_ENROL_BYTES = 65536
 MAX_ENROLS = 64
 """Enrol calls served at once; more are refused."""
+MAX_ENROL_CONNECTIONS = 128
+enrol_idle_s = 20
+"""A connection to the enrol port that asks nothing is ended after this long."""
 loss_notice_s = 0.01
 """A broken stream first looks like one that ended in good order; this much later gRPC has said which it was."""
 
@@ -61,7 +65,7 @@ class GrpcServer:
         if self._identity is None and not is_loopback(host):
             raise AddressError(f"plain text on {host} is refused; listen on 127.0.0.1 or leave TLS on")
         handler = _Router(self._handler)
-        server = grpc.aio.server(handlers=(handler,), options=server_options())
+        server = grpc.aio.server(handlers=(handler,), options=server_options(max_connections=spare_connections()))
         credentials = None if self._identity is None else server_credentials(self._identity, mutual=True)
         bound = bind(server, host, port, credentials)
         await server.start()
@@ -223,7 +227,7 @@ class EnrolServer:
     async def start(self, port: int, host: str = "[::]") -> int:
         """The port it listens on (0 picks one). AddressError if it cannot have it."""
         handler = _Router(self._handler, {ENROL_METHOD})
-        options = server_options(MAX_ENROL_BYTES)
+        options = server_options(MAX_ENROL_BYTES, max_connections=MAX_ENROL_CONNECTIONS, idle_s=enrol_idle_s)
         server = grpc.aio.server(handlers=(handler,), options=options, maximum_concurrent_rpcs=MAX_ENROLS)
         bound = bind(server, host, port, server_credentials(self._identity, mutual=False))
         await server.start()
