@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.clock import InlineExecutor, Lanes, VirtualClock, run_virtual
 from potluck.contract.problem import Problem
 from potluck.coordinator.core import Coordinator
 from potluck.coordinator.service import CoordinatorService
@@ -41,7 +41,7 @@ def test_a_second_stream_is_told_the_situation_though_the_first_one_still_hangs(
         problem, objects = Problem(), ObjectStore(tmp_path / "objects")
         run = await Coordinator.open(
             problem.plan(DiLoCo(DiLoCoConfig())), tmp_path, deck=problem.make_deck(objects), objects=objects,
-            clock=VirtualClock(), executor=InlineExecutor(), on_event=lambda _: None,
+            clock=VirtualClock(), lanes=Lanes.one(InlineExecutor()), on_event=lambda _: None,
         )  # fmt: skip
         await run.recover()
         run.roster.arrive(peer.id, DeviceProfile(device="cpu"), 0.0)

@@ -13,6 +13,7 @@ import selectors
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -64,6 +65,28 @@ class ThreadExecutor:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Executors for a coordinator's kinds of work, so that small work never waits behind a pass over the model."""
+
+    ledger: Executor  # the databases, in order
+    transfers: Executor  # chunks of objects
+    compute: Executor  # passes over whole vectors: checks, aggregation, checkpoints
+
+    @staticmethod
+    def threads() -> Lanes:
+        return Lanes(ThreadExecutor(1, "ledger"), ThreadExecutor(4, "transfers"), ThreadExecutor(2, "compute"))
+
+    @staticmethod
+    def one(executor: Executor) -> Lanes:
+        """Everything in order: on the virtual clock, where nothing takes real time."""
+        return Lanes(executor, executor, executor)
+
+    def close(self) -> None:
+        for executor in (self.ledger, self.transfers, self.compute):
+            executor.close()
 
 
 class VirtualClock:

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from potluck.clock import Clock, Executor
+from potluck.clock import Clock, Lanes
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event, OnEvent
 from potluck.fleet.config import FleetConfig
@@ -34,7 +34,7 @@ from potluck.strategies.run import Budget, RunFacts, RunSpec
 from potluck.strategies.state import State
 from potluck.strategies.strategy import Strategy
 from potluck.transport.connection import Traffic
-from potluck.types.errors import CorruptError, PotluckError, RoundFailed, RunStopped
+from potluck.types.errors import CorruptError, RoundFailed, RunStopped
 from potluck.types.ids import Digest
 from potluck.types.params import Layout
 
@@ -87,26 +87,27 @@ class Coordinator:
 
     def __init__(
         self, plan: Plan, folder: Path, *, deck: Deck, ledger: Ledger, objects: ObjectStore, params: ParamStore,
-        facts: RunFacts, clock: Clock, executor: Executor, on_event: OnEvent,
+        facts: RunFacts, clock: Clock, lanes: Lanes, on_event: OnEvent,
     ) -> None:  # fmt: skip
         self.plan, self.folder, self.deck = plan, folder, deck
         self.config, self.strategy = plan.fleet, plan.strategy
         self.ledger, self.objects, self.params, self.facts = ledger, objects, params, facts
-        self.clock, self.executor, self._on_event = clock, executor, on_event
+        self.clock, self.lanes, self._on_event = clock, lanes, on_event
         self.checkpoints = Checkpoints(folder / "checkpoints", params, keep=plan.checkpoint.keep)
         self.roster = Roster(plan.fleet)
         self.fleet = LiveFleet(
             run=facts, config=plan.fleet, roster=self.roster, ledger=ledger, objects=objects, params=params,
-            data=deck, scratch=folder, clock=clock, executor=executor,
+            data=deck, scratch=folder, clock=clock, lanes=lanes,
         )  # fmt: skip
         self.fleet.lost = lambda worker, reason: self.tell("lost", reason, worker=worker, reason=reason)
         self.fleet.waits = lambda text: self.tell("waiting", text, reason=text)
-        self.intake = Intake(self.fleet, clock, executor)
+        self.intake = Intake(self.fleet, clock, lanes)
+        self.intake.failed = self.fail
         self.intake.noted = lambda worker, text: self.tell("note", f"{worker}: {text}", worker=worker)
         self.state: State | None = None
         self.losses: dict[int, float] = {}  # validation loss by round
         self.stop_reason = ""
-        self.failure: PotluckError | None = None  # what ends the run, such as a full disk here
+        self.failure: BaseException | None = None  # what ends the run, such as a full disk here
         self.recovered = asyncio.Event()
         self.uploads: dict[Digest, LeaseId] = {}  # what came or comes in for open leases
         self.traffic: Callable[[str], Traffic] = lambda _: Traffic()  # of this process, by worker; set by the host
@@ -122,7 +123,7 @@ class Coordinator:
 
     @staticmethod
     async def open(
-        plan: Plan, folder: Path, *, deck: Deck, objects: ObjectStore, clock: Clock, executor: Executor,
+        plan: Plan, folder: Path, *, deck: Deck, objects: ObjectStore, clock: Clock, lanes: Lanes,
         on_event: OnEvent,
     ) -> Coordinator:  # fmt: skip
         """Open the run's stores in its folder, new or as they were left."""
@@ -144,34 +145,34 @@ class Coordinator:
             )
             return ledger, params, facts
 
-        ledger, params, facts = await executor.run(build)
+        ledger, params, facts = await lanes.compute.run(build)
         return Coordinator(
             plan, folder, deck=deck, ledger=ledger, objects=objects, params=params, facts=facts, clock=clock,
-            executor=executor, on_event=on_event,
+            lanes=lanes, on_event=on_event,
         )  # fmt: skip
 
     # What the main loop does
 
     async def recover(self) -> State:
         """The last committed state whose files are whole, else the one of a checkpoint, else the first."""
-        commit = await self.executor.run(self.ledger.last_commit)
+        commit = await self.lanes.ledger.run(self.ledger.last_commit)
         state = self.strategy.init(self.facts)
         if commit is not None:
             try:
                 committed = self.strategy.State.from_json(dict(commit.state))
-                await self.executor.run(self._verify, committed)
+                await self.lanes.compute.run(self._verify, committed)
                 state = committed
             except CorruptError as error:
                 state = await self._from_checkpoint(state, str(error))
-        elif await self.executor.run(self.checkpoints.names):
+        elif await self.lanes.compute.run(self.checkpoints.names):
             state = await self._from_checkpoint(state, "the ledger knows no round")
-        deal = await self.executor.run(self.ledger.deal)
+        deal = await self.lanes.ledger.run(self.ledger.deal)
         if deal is not None:
             self.deck.restore(deal)
-        self.losses = dict(await self.executor.run(self.ledger.metrics, "validation_loss"))
-        self._given = {row["id"]: row for row in await self.executor.run(self.ledger.contributions)}
+        self.losses = dict(await self.lanes.ledger.run(self.ledger.metrics, "validation_loss"))
+        self._given = {row["id"]: row for row in await self.lanes.ledger.run(self.ledger.contributions)}
         await self.fleet.recover_floating()
-        unfinished = await self.executor.run(self.ledger.unfinished_attempt, state.round)
+        unfinished = await self.lanes.ledger.run(self.ledger.unfinished_attempt, state.round)
         self._resumes = unfinished is not None
         if unfinished is not None:
             await self.fleet.recover_attempt(state.round, unfinished)
@@ -186,18 +187,18 @@ class Coordinator:
             self.params.check(handle)
 
     async def _from_checkpoint(self, first: State, reason: str) -> State:
-        found = await self.executor.run(self.checkpoints.load_latest)
+        found = await self.lanes.compute.run(self.checkpoints.load_latest)
         for skipped in self.checkpoints.skipped:
             self.tell("note", skipped)
         if found is None:
             self.tell("note", f"{reason}; there is no checkpoint, so the run starts again")
-            await self.executor.run(self.ledger.roll_back, 0, self.deck.fresh())
+            await self.lanes.ledger.run(self.ledger.roll_back, 0, self.deck.fresh())
             return first
         manifest, handles = found
         state = self.strategy.State.from_json(manifest["state"])
         named = state.named_handles()
         state = state.moved({named[name]: handle for name, handle in handles.items() if name in named})
-        await self.executor.run(self.ledger.roll_back, state.round, self.deck.reclaimed(manifest["deal"]))
+        await self.lanes.ledger.run(self.ledger.roll_back, state.round, self.deck.reclaimed(manifest["deal"]))
         self.tell("note", f"{reason}; going back to the checkpoint of round {state.round}", round=state.round)
         return state
 
@@ -205,7 +206,7 @@ class Coordinator:
         return bool(self.stop_reason) or self.facts.progress(state) >= 1.0
 
     async def begin(self, state: State) -> None:
-        self._attempt = await self.executor.run(self.ledger.open_attempt, state.round, self.clock.time())
+        self._attempt = await self.lanes.ledger.run(self.ledger.open_attempt, state.round, self.clock.time())
         self._resumes = False
         self._begun_at = self.clock.now()
         await self.fleet.begin(state.round, self._attempt)
@@ -215,7 +216,7 @@ class Coordinator:
         """The round leaves no trace but the log. RunStopped after too many in a row."""
         async with self.whole:
             deal = self.fleet.settle_data(committed=False)
-            await self.executor.run(self.ledger.discard, state.round, self._attempt, reason, deal)
+            await self.lanes.ledger.run(self.ledger.discard, state.round, self._attempt, reason, deal)
             self.fleet.end(committed=False)
         self._num_discarded += 1
         self.tell("discarded", f"round {state.round + 1} discarded: {reason}", round=state.round + 1, reason=reason)
@@ -237,7 +238,7 @@ class Coordinator:
         row = CommitRow(
             round=state.round, attempt=self._attempt, state=proposed.to_json(), deal=deal, accepted=accepted
         )
-        await self.executor.run(self.ledger.commit, row, self.clock.time())
+        await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())
         self.fleet.end(committed=True)
         self.state = proposed
         self._num_discarded = 0
@@ -251,22 +252,24 @@ class Coordinator:
             "round", f"round {proposed.round}  loss {proposed.loss:.4f}  {', '.join(names)}  {seconds:.1f} s",
             round=proposed.round, loss=proposed.loss, workers=names, tokens=proposed.tokens, seconds=seconds,
         )  # fmt: skip
-        await self.executor.run(self._collect, proposed)
+        await self.lanes.ledger.run(self._write_traffic)
+        await self._collect(proposed)
         return proposed
 
-    def _collect(self, state: State) -> None:
-        """Remove what neither this state, the run's beginning nor a checkpoint needs; write down what moved."""
-        self._write_traffic()
-        keep = {*state.handles(), self.facts.initial, self.facts.zeros}
-        self.params.remove_except(keep)
-        self.fleet.forget(keep)
-        floating = {Digest(r.object) for r in list(self.fleet.floating.replies.values()) if r.object}
-        published = {d for h, d in self.fleet.published().items() if h in keep}
-        over = [digest for digest, lease in list(self.uploads.items()) if lease not in self.fleet.book.open]
-        for digest in over:
-            self.uploads.pop(digest, None)
-        uploads = list(self.uploads)
-        self.objects.collect({*published, *floating, *uploads, *self.deck.digests(), *self.plan.open_objects})
+    async def _collect(self, state: State) -> None:
+        """Remove what neither this state, the run's beginning nor a checkpoint needs."""
+        handles = {*state.handles(), self.facts.initial, self.facts.zeros}
+        self.fleet.forget(handles)
+        floating = {Digest(r.object) for r in self.fleet.floating.replies.values() if r.object}
+        for digest in [digest for digest, lease in self.uploads.items() if lease not in self.fleet.book.open]:
+            del self.uploads[digest]
+        keep = {*self.fleet.published().values(), *floating, *self.deck.digests(), *self.plan.open_objects}
+
+        def remove() -> None:
+            self.params.remove_except(handles)
+            self.objects.collect(lambda digest: digest in keep or digest in self.uploads)  # some begin meanwhile
+
+        await self.lanes.compute.run(remove)
 
     async def validate(self, state: State) -> None:
         """The loss on held-out text where it is due: at the start, every so many rounds, at the end."""
@@ -296,7 +299,7 @@ class Coordinator:
             self.fleet.end(committed=False)
         mean = loss.loss_sum / loss.num_tokens
         self.losses[state.round] = mean
-        await self.executor.run(self.ledger.metric, state.round, "validation_loss", mean)
+        await self.lanes.ledger.run(self.ledger.metric, state.round, "validation_loss", mean)
         self.tell("validation", f"validation loss {mean:.4f}", round=state.round, loss=mean)
 
     async def save(self, state: State) -> None:
@@ -308,7 +311,7 @@ class Coordinator:
     async def checkpoint(self, state: State) -> Path:
         handles = state.named_handles()
         manifest = {"state": state.to_json(), "deal": self.deck.to_json(), "run_id": self.plan.spec.run_id}
-        path = await self.executor.run(self.checkpoints.save, f"round-{state.round:06d}", manifest, handles)
+        path = await self.lanes.compute.run(self.checkpoints.save, f"round-{state.round:06d}", manifest, handles)
         self.tell("checkpoint", f"checkpoint of round {state.round} saved", path=str(path), round=state.round)
         return path
 
@@ -321,7 +324,7 @@ class Coordinator:
             member.changed.set()
         self.roster.signal()
 
-    def fail(self, error: PotluckError) -> None:
+    def fail(self, error: BaseException) -> None:
         """End the run because of what is wrong on this machine, before its workers are blamed for it."""
         self.failure = self.failure or error
         self.roster.signal()
@@ -340,7 +343,8 @@ class Coordinator:
 
     async def close(self) -> None:
         """Write down what moved and let the files go. The run can be opened again."""
-        await self.executor.run(self._close)
+        await self.intake.close()
+        await self.lanes.ledger.run(self._close)
 
     def _close(self) -> None:
         self._write_traffic()

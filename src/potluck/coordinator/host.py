@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from potluck.clock import SystemClock, ThreadExecutor
+from potluck.clock import Lanes, SystemClock, ThreadExecutor
 from potluck.coordinator.admin import Admin
 from potluck.coordinator.core import Coordinator, write_metrics
 from potluck.coordinator.events import Event, OnEvent
@@ -50,19 +50,19 @@ async def serve(
     raise_limit()  # of open files: each worker takes two
     options.run_dir.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(options.run_dir)
-    files = ThreadExecutor(1, "files")
+    lanes = Lanes.threads()
     try:
-        return await _Hosting(options, files, on_event).run(on_listening)
+        return await _Hosting(options, lanes, on_event).run(on_listening)
     finally:
-        files.close()
+        lanes.close()
         lock.release()
 
 
 class _Hosting:
     """One call of `serve`: what is open while it lasts."""
 
-    def __init__(self, options: HostOptions, files: ThreadExecutor, on_event: OnEvent) -> None:
-        self.options, self.files = options, files
+    def __init__(self, options: HostOptions, lanes: Lanes, on_event: OnEvent) -> None:
+        self.options, self.lanes = options, lanes
         self.clock = SystemClock()
         self._on_event = on_event
         self._metrics = options.run_dir / "metrics.jsonl"
@@ -93,13 +93,13 @@ class _Hosting:
     async def _run(self, on_listening: Callable[[Listening], None]) -> RunResult:
         folder = self.options.run_dir
         durable = self.options.recipe.checkpoint.durability == "power"
-        objects = await self.files.run(lambda: ObjectStore(folder / "objects", durable=durable))
+        objects = await self.lanes.compute.run(lambda: ObjectStore(folder / "objects", durable=durable))
         tell = self.tell_soon()
-        prepared = await self.files.run(
+        prepared = await self.lanes.compute.run(
             lambda: prepare(self.options.recipe, folder, objects, cache_dir=self.options.cache_dir, tell=tell)
         )
         run = await Coordinator.open(
-            prepared.plan, folder, deck=prepared.deck, objects=objects, clock=self.clock, executor=self.files,
+            prepared.plan, folder, deck=prepared.deck, objects=objects, clock=self.clock, lanes=self.lanes,
             on_event=self.tell,
         )  # fmt: skip
         network = _Network(self, run)
@@ -180,7 +180,7 @@ class _Hosting:
                 prepared.plan.layout, prepared.tokenizer_dir, card,
             )  # fmt: skip
 
-        await self.files.run(export)
+        await self.lanes.compute.run(export)
         run.tell("model", f"the model is in {result.model_dir}", path=str(result.model_dir))
         return result
 
@@ -197,7 +197,7 @@ class _Network:
 
     async def open(self) -> str:
         """Open both ports; the join line."""
-        options, clock, files = self._hosting.options, self._hosting.clock, self._hosting.files
+        options, clock, files = self._hosting.options, self._hosting.clock, self._hosting.lanes.ledger
         folder, run = options.run_dir, self._run
         name, port = parse_address(options.address) if options.address else ("127.0.0.1", 0)
         host = "[::]" if options.address else "127.0.0.1"
@@ -252,7 +252,7 @@ class _Network:
         if self._server is not None:
             await self._server.stop()
         if self._database is not None:
-            await self._hosting.files.run(self._database.close)
+            await self._hosting.lanes.ledger.run(self._database.close)
 
 
 def _known_ports(folder: Path) -> tuple[int, int]:

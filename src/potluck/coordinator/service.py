@@ -63,10 +63,12 @@ class CoordinatorService:
             case "Data":
                 await self._data(member, channel)
             case "GetObject":
-                await objects.serve_get(channel, self.run.objects, self.run.executor, self._may_fetch(member))
+                await objects.serve_get(channel, self.run.objects, self.run.lanes.transfers, self._may_fetch(member))
             case "PutObject":
                 try:
-                    await objects.serve_put(channel, self.run.objects, self.run.executor, self._may_store(member))
+                    await objects.serve_put(
+                        channel, self.run.objects, self.run.lanes.transfers, self._may_store(member)
+                    )
                 except ResourceError as error:
                     self.run.fail(error)  # this machine's disk is full: no worker can mend that
                     raise
@@ -95,7 +97,7 @@ class CoordinatorService:
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise Refused(f"the profile of {peer.id} cannot be read") from error
         await self._turn_of(peer.id)
-        await self.run.executor.run(self.run.seen, peer.id)
+        await self.run.lanes.ledger.run(self.run.seen, peer.id)
         known = peer.id in self.run.roster.members
         member = self.run.roster.arrive(peer.id, profile, self.run.clock.now())
         member.private_sequences = request.private_sequences
@@ -147,7 +149,7 @@ class CoordinatorService:
                 message = await channel.receive()
             if message is None:
                 return
-            await self.run.intake.report(member, parse(pb.Report, message))
+            self.run.intake.report(member, parse(pb.Report, message))
 
     async def _write_desired(self, member: Member, connection: int, channel: Channel) -> None:
         sequence = 0

@@ -7,6 +7,7 @@ that goes back to the sender.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from potluck.aggregation.validate import check_update
-from potluck.clock import Clock, Executor
+from potluck.clock import Clock, Lanes
 from potluck.fleet.leases import OpenLease
 from potluck.fleet.live import LiveFleet
 from potluck.fleet.roster import LeaseId, Member
@@ -46,12 +47,16 @@ def is_number(value: object) -> bool:
 
 
 class Intake:
-    def __init__(self, fleet: LiveFleet, clock: Clock, executor: Executor) -> None:
-        self._fleet, self._clock, self._executor = fleet, clock, executor
+    """Judges results, each in a task of its own: a large update never keeps its sender's heartbeats waiting."""
+
+    def __init__(self, fleet: LiveFleet, clock: Clock, lanes: Lanes) -> None:
+        self._fleet, self._clock, self._lanes = fleet, clock, lanes
+        self._judging: set[asyncio.Task[None]] = set()
+        self.failed: Callable[[BaseException], None] = lambda _error: None  # hears what is wrong on this machine
         self.noted: Callable[[WorkerId, str], None] = lambda _worker, _text: None  # hears what workers remark
         self.inline: dict[tuple[str, LeaseId], dict[str, Tensor]] = {}  # what came on Data, until its result does
 
-    async def report(self, member: Member, report: pb.Report) -> None:
+    def report(self, member: Member, report: pb.Report) -> None:
         """Take one report in. Never raises for what a worker says."""
         now = self._clock.now()
         member.last_seen = now
@@ -83,7 +88,7 @@ class Intake:
             elif "@" in result.key and not self._may_emit(lease, result):
                 self._verdict(member, id, "dropped", "no session of this worker can have emitted it")
             elif lease.claimed and not lease.checking:
-                await self._take(member, lease, result)
+                self._take(member, lease, result)
         for id in [i for i in member.verdicts if i not in reported]:
             del member.verdicts[id]  # the worker has read it
         for name in [n for n in self.inline if n[0] == member.id and n[1] not in self._fleet.book.open]:
@@ -108,33 +113,50 @@ class Intake:
                 elif not lease.started_at:
                     lease.progress_at = now  # it waits behind the one at work
 
-    async def _take(self, member: Member, lease: OpenLease, result: pb.TaskResult) -> None:
-        if result.error:
-            reason = f"{member.id} could not do {lease.message.task}: {printable(result.error, MAX_ERROR_LENGTH)}"
-            self._verdict(member, lease.id, "dropped", "the task failed")
-            await self._fleet.fail(lease, reason)
-            self._fleet.roster.strike(member, reason)
-            return
-        if result.object and not self._has(result.object):
-            return  # announced before it is here; the upload goes on
+    def _take(self, member: Member, lease: OpenLease, result: pb.TaskResult) -> None:
+        """Begin to judge a result, once all of it is here."""
         inline = self.inline.get((member.id, lease.id), {})
-        if len(inline) < result.num_inline:
-            return  # the rest is on its way
+        if result.error:
+            judge = self._failed(member, lease, result.error)
+        elif (result.object and not self._has(result.object)) or len(inline) < result.num_inline:
+            return  # announced before it is here: the rest is on its way
+        else:
+            judge = self._judge(member, lease, result, inline)
         lease.checking = True  # until the answer is in the ledger: nobody else takes it or gives it up meanwhile
-        try:
-            await self._judge(member, lease, result, inline)
-        finally:
-            lease.checking = False
+        task = asyncio.ensure_future(judge)
+        self._judging.add(task)
+        task.add_done_callback(lambda done: self._judged(done, lease))
+
+    def _judged(self, task: asyncio.Task[None], lease: OpenLease) -> None:
+        self._judging.discard(task)
+        lease.checking = False
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failed(error)
+
+    async def close(self) -> None:
+        """End what is being judged: it is judged again after a restart."""
+        for task in self._judging:
+            task.cancel()
+        await asyncio.gather(*self._judging, return_exceptions=True)
+
+    async def _failed(self, member: Member, lease: OpenLease, error: str) -> None:
+        reason = f"{member.id} could not do {lease.message.task}: {printable(error, MAX_ERROR_LENGTH)}"
+        self._verdict(member, lease.id, "dropped", "the task failed")
+        await self._fleet.fail(lease, reason)
+        self._fleet.roster.strike(member, reason)
 
     async def _judge(self, member: Member, lease: OpenLease, result: pb.TaskResult, inline: dict[str, Tensor]) -> None:
         """Believe a result that is here whole, or refuse it."""
         try:
             scalars = self._scalars(lease, result)
             if result.object:
-                await self._executor.run(self._check_object, lease, result.object)
+                await self._lanes.compute.run(self._check_object, lease, result.object)
             elif lease.expects is not None:
                 raise Refused(f"the result of {lease.message.task} has no {lease.expects.name}")
         except Refused as refused:
+            if lease.id not in self._fleet.book.open:  # the round ended, and what was sent may be gone since
+                self._verdict(member, lease.id, "dropped", "nobody waits for it any more")
+                return
             fault = printable(str(refused), MAX_ERROR_LENGTH)  # it may quote what was sent
             reason = f"{member.id} sent a result that was refused: {fault}"
             self._verdict(member, lease.id, "refused", fault)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from potluck.aggregation.mean import combine
-from potluck.clock import Clock, Executor
+from potluck.clock import Clock, Lanes
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import write_flat_slices
 from potluck.fleet.attempt import Attempt, read_attempt
@@ -66,11 +66,11 @@ class LiveFleet:
         data: DataPlane,
         scratch: Path,
         clock: Clock,
-        executor: Executor,
+        lanes: Lanes,
     ) -> None:
         self._run, self.config, self.roster, self.ledger = run, config, roster, ledger
         self.objects, self.params, self.data = objects, params, data
-        self._scratch, self._clock, self._executor = scratch, clock, executor
+        self._scratch, self._clock, self._lanes = scratch, clock, lanes
         self.book = LeaseBook()
         self.floating = Attempt(round=FLOATING)
         self._now = Attempt()
@@ -93,21 +93,21 @@ class LiveFleet:
         """Work on this attempt from now on, with whatever the ledger has of it."""
         await self.ready(1)  # whoever was here may have left meanwhile, and a round needs someone
         here = [w.id for w in self.roster.here(self._clock.now())]
-        self._now = await self._executor.run(read_attempt, self.ledger, round, attempt, here)
+        self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt, here)
         self._inline.clear()
         self._num_outputs = 0
 
     async def recover_floating(self) -> None:
         """After a restart: what was handed out beyond rounds and is still open."""
-        self.floating = await self._executor.run(read_attempt, self.ledger, FLOATING, 0, [])
-        self.versions = await self._executor.run(self.ledger.versions)
+        self.floating = await self._lanes.ledger.run(read_attempt, self.ledger, FLOATING, 0, [])
+        self.versions = await self._lanes.ledger.run(self.ledger.versions)
         for rows in self.floating.leases.values():
             if rows[-1].status == "open":
                 self._attach(rows[-1], attempt=0, expects=None)
 
     async def recover_attempt(self, round: int, attempt: int) -> None:
         """After a restart: what the open attempt handed out, so that workers go on with it until it is claimed."""
-        self._now = await self._executor.run(read_attempt, self.ledger, round, attempt, [])
+        self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt, [])
         for rows in self._now.leases.values():
             for row in rows:
                 if row.status == "open" and row.key not in self._now.replies:
@@ -173,7 +173,7 @@ class LiveFleet:
     async def _log_loss(self, lease: OpenLease, reason: str) -> None:
         message = lease.message
         deal = self.data.to_json() if message.round == FLOATING else None  # of a round it is written when that ends
-        await self._executor.run(
+        await self._lanes.ledger.run(
             self.ledger.settle, message.round, lease.attempt, message.key, lease.issue, "lost", reason, deal
         )
 
@@ -201,7 +201,7 @@ class LiveFleet:
         row = ReplyRow(
             key=message.key, worker=lease.worker, object=object, scalars=scalars, version=message.next_version
         )
-        is_first = bool(inline) or await self._executor.run(
+        is_first = bool(inline) or await self._lanes.ledger.run(
             self.ledger.reply, message.round, lease.attempt, row, lease.issue
         )
         holder = self.floating if message.round == FLOATING else self._now
@@ -379,7 +379,7 @@ class LiveFleet:
                 chosen = free[0].key if free else None
                 if chosen is not None:
                     self._now.decisions[name] = chosen
-                    await self._executor.run(self.ledger.decide, self._now.round, self._now.attempt, name, chosen)
+                    await self._lanes.ledger.run(self.ledger.decide, self._now.round, self._now.attempt, name, chosen)
             if chosen is not None:
                 row = self.floating.replies[chosen]
                 self._now.consumed[row.key] = row
@@ -415,7 +415,7 @@ class LiveFleet:
         encoded = encode_arguments(arguments, digests)
         assert not encoded.inline, "an input of a session holds handles and values, not tensors"
         value = {"arguments": encoded.value, "objects": list(encoded.objects), "acknowledged": False}
-        await self._executor.run(self.ledger.decide, FLOATING, 0, name, value)
+        await self._lanes.ledger.run(self.ledger.decide, FLOATING, 0, name, value)
         self.floating.decisions[name] = value
         self.notify(WorkerId(self.floating.leases[key][-1].worker))
 
@@ -456,7 +456,7 @@ class LiveFleet:
             key=f"{lease.message.key}@{step}", worker=lease.worker, object=object, scalars=scalars, version=""
         )
         if row.key not in self.floating.replies:
-            await self._executor.run(self.ledger.reply, FLOATING, 0, row, lease.issue)
+            await self._lanes.ledger.run(self.ledger.reply, FLOATING, 0, row, lease.issue)
             self.floating.replies[row.key] = row
             self.roster.signal()
 
@@ -475,10 +475,10 @@ class LiveFleet:
                 op, *handles, name=name, layout=self._run.layout, num_outputs=num_outputs, **scalars
             )
 
-        return await self._executor.run(run)
+        return await self._lanes.compute.run(run)
 
     async def norm(self, handle: Params) -> float:
-        return await self._executor.run(self.params.norm, handle)
+        return await self._lanes.compute.run(self.params.norm, handle)
 
     def _output_name(self, what: str) -> str:
         self._num_outputs += 1
@@ -497,7 +497,7 @@ class LiveFleet:
             )
 
         try:
-            return await self._executor.run(run)
+            return await self._lanes.compute.run(run)
         except (InvalidUpdate, CorruptError) as error:  # checked when it came, so the disk has lost it since
             raise RoundFailed(f"an accepted update cannot be read any more: {error}") from error
 
@@ -523,7 +523,7 @@ class LiveFleet:
                 write_flat_slices(path, "params", read, self._run.layout, codec(self._run.down_codec))
                 return self.objects.adopt(path)
 
-            self._published[key] = await self._executor.run(encode)
+            self._published[key] = await self._lanes.compute.run(encode)
         return self._published[key]
 
     def published(self) -> dict[Params, Digest]:
@@ -572,7 +572,7 @@ class LiveFleet:
                 self.operands[(message.round, message.attempt, message.key)] = encoded.inline
             blob = message.SerializeToString()
             rows.append(LeaseRow(key=key, issue=issue, worker=worker, lease=blob, status="open"))
-        await self._executor.run(self.ledger.issue, holder.round, holder.attempt, rows, self.data.to_json())
+        await self._lanes.ledger.run(self.ledger.issue, holder.round, holder.attempt, rows, self.data.to_json())
         for row in rows:
             holder.leases.setdefault(row.key, []).append(row)
         return [self._attach(row, attempt=holder.attempt, expects=expects) for row in rows]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from potluck.clock import Clock, Executor
+from potluck.clock import Clock, Executor, Lanes
 from potluck.coordinator.core import Coordinator, Plan
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event
@@ -90,10 +90,10 @@ class World:
         """Start the coordinator, or start it again from what its folder holds."""
         home = self.folder / "coordinator"
         home.mkdir(parents=True, exist_ok=True)
-        executor = self._executor()
         objects = ObjectStore(home / "objects")
         self.run = await Coordinator.open(
-            self.plan, home, deck=self._make_deck(objects), objects=objects, clock=self.clock, executor=executor,
+            self.plan, home, deck=self._make_deck(objects), objects=objects, clock=self.clock,
+            lanes=Lanes.one(self._executor()),
             on_event=self.events.append,
         )  # fmt: skip
         self.last = self.run
@@ -109,7 +109,15 @@ class World:
         """Wait for the run's end, let everyone go and give the last state."""
         assert self._training is not None and self.run is not None
         try:
-            state = await self._training
+            while not self._training.done() and self.run.failure is None:
+                await asyncio.wait(
+                    [self._training, change := asyncio.ensure_future(self.run.roster.change())],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                change.cancel()
+            if self.run.failure is not None:
+                raise self.run.failure
+            state = self._training.result()
         finally:
             self.run.stop(finished)
             await self.clock.sleep(0.1)
@@ -124,6 +132,7 @@ class World:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         await self.network.close()
+        await self.run.intake.close()
         self.run.ledger.close()
         self.run = None
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from potluck.storage.digest import Hasher, digest_bytes, digest_file, file_name, from_file_name
@@ -53,7 +54,8 @@ class ObjectStore:
         return self.root / file_name(digest)
 
     def has(self, digest: Digest) -> bool:
-        return self.path(digest).is_file()
+        with self._lock:  # not while it is looked at for removal
+            return self.path(digest).is_file()
 
     def size(self, digest: Digest) -> int:
         """Bytes of an object. CorruptError if it is not here."""
@@ -109,17 +111,22 @@ class ObjectStore:
             self._drop_partial(digest)
             remove_files([self.path(digest)])
 
-    def collect(self, keep: set[Digest], *, partial_age_s: float = 3600.0) -> int:
-        """Remove every object that is not in `keep`, and partial ones that nobody added to for so long; bytes freed.
+    def collect(self, is_kept: Callable[[Digest], bool], *, partial_age_s: float = 3600.0) -> int:
+        """Remove every object that is not kept, and partial ones that nobody added to for so long; bytes freed.
 
-        Their age is that of the file: the one time here that is the system's.
+        `is_kept` is asked about each object just before it would go: one that `has` said is here after it was wanted
+        stays. The age of partial ones is that of the file: the one time here that is the system's.
         """
+        freed = 0
+        for digest in self.digests():
+            with self._lock:
+                if not is_kept(digest):
+                    freed += remove_files([self.path(digest)])
         with self._lock:
-            freed = remove_files([self.path(digest) for digest in self.digests() - keep])
             oldest = time.time() - partial_age_s
             for path in list(self._partial_folder.iterdir()):
                 digest = from_file_name(path.name)
-                if digest in keep or path.stat().st_mtime > oldest:
+                if (digest and is_kept(digest)) or path.stat().st_mtime > oldest:
                     continue
                 freed += self._drop_partial(digest) if digest else remove_files([path])
         return freed

@@ -124,7 +124,7 @@ class Runner:
             needed = {Digest(r.object) for r in list(self.results.values()) if r.object}
             needed |= {Digest(d) for lease in list(self.wanted.values()) for d in lease.objects}
             needed |= {digest for digests in list(self._recent) for digest in digests}
-            self.folder.objects.collect(needed | self._unsent | self.sources.digests())
+            self.folder.objects.collect((needed | self._unsent | self.sources.digests()).__contains__)
 
     async def _save_results(self) -> None:
         async with self._saving:  # the later state is written later
