@@ -148,7 +148,7 @@ def writes_text(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def says_the_run_is_over(done: subprocess.CompletedProcess[str]) -> None:
-    assert "so the run is not going on; `potluck host` or `potluck run --resume` continues it" in done.stderr
+    assert "is finished: 1 rounds" in done.stderr and "its model is in" in done.stderr
 
 
 def passes_the_contract(done: subprocess.CompletedProcess[str]) -> None:

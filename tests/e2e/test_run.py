@@ -79,10 +79,11 @@ def test_generate_writes_text(finished: tuple[Path, dict[str, object]]) -> None:
 
 
 def test_status_of_a_run_that_is_over(finished: tuple[Path, dict[str, object]]) -> None:
-    here, _ = finished
+    here, result = finished
     done = potluck("status", here / "run", cwd=here)
     assert done.returncode == 7
-    assert "the run is not going on" in done.stderr
+    assert f"is finished: {result['rounds']} rounds and {result['tokens']:,} tokens" in done.stderr
+    assert str(result["model_dir"]) in done.stderr
 
 
 def test_kill_the_coordinator_between_rounds_and_resume(tmp_path: Path) -> None:

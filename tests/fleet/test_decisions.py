@@ -71,11 +71,69 @@ def test_refused_results_in_a_row_lead_to_quarantine() -> None:
         roster = Roster(config)
         someone = roster.arrive(WorkerId("w1"), DeviceProfile(device="cpu"), 0.0)
         roster.connect(someone, 0.0)
-        roster.strike(someone, "it is not finite")
+        roster.refused(someone, "it is not finite", 0.0)
         assert [w.id for w in roster.here(0.0)] == ["w1"]
-        roster.strike(someone, "it is not finite")
+        roster.refused(someone, "it is not finite", 0.0)
         assert roster.here(0.0) == ()
         assert someone.quarantined == "2 refused results in a row, the last: it is not finite"
+
+    asyncio.run(main())
+
+
+def test_a_quarantine_ends_and_the_next_one_is_longer() -> None:
+    async def main() -> None:
+        roster = Roster(config)
+        someone = roster.arrive(WorkerId("w1"), DeviceProfile(device="cpu"), 0.0)
+        roster.connect(someone, 0.0)
+        for _ in range(2):
+            roster.refused(someone, "it is not finite", 0.0)
+        roster.release(config.quarantine_s - 1)
+        assert someone.quarantined
+        roster.release(config.quarantine_s)
+        assert not someone.quarantined
+        roster.refused(someone, "it is not finite", config.quarantine_s)
+        assert someone.quarantined
+        roster.release(config.quarantine_s * 3 - 1)
+        assert someone.quarantined
+        roster.release(config.quarantine_s * 3)
+        assert not someone.quarantined
+
+    asyncio.run(main())
+
+
+def test_a_worker_whose_tasks_failed_is_free_once_it_is_started_again() -> None:
+    async def main() -> None:
+        roster = Roster(config)
+        ids = [WorkerId("w1"), WorkerId("w2")]
+        broken, hostile = (roster.arrive(id, DeviceProfile(device="cpu"), 0.0) for id in ids)
+        for each in (broken, hostile):
+            roster.connect(each, 0.0)
+        for _ in range(2):
+            roster.failed(broken, "no such file", 0.0)
+            roster.refused(hostile, "it is not finite", 0.0)
+        assert broken.quarantined and hostile.quarantined
+        for id in ids:
+            roster.arrive(id, DeviceProfile(device="cpu"), 1.0)
+        assert not broken.quarantined and hostile.quarantined
+
+    asyncio.run(main())
+
+
+def test_failures_that_most_share_are_held_against_nobody() -> None:
+    async def main() -> None:
+        roster = Roster(config)
+        members = [roster.arrive(WorkerId(f"w{i}"), DeviceProfile(device="cpu"), 0.0) for i in range(4)]
+        for member in members:
+            roster.connect(member, 0.0)
+        for _ in range(10):
+            for member in members:
+                roster.failed(member, "the data is broken", 0.0)
+        assert len(roster.here(0.0)) == 4
+        for member in members[1:]:
+            roster.succeeded(member)
+        for _ in range(2):
+            roster.failed(members[0], "its disk is broken", 0.0)
+        assert [m.id for m in members if m.quarantined] == ["w0"]
 
     asyncio.run(main())
 
@@ -107,6 +165,7 @@ def test_a_lease_has_a_deadline_by_its_worker_s_past() -> None:
     assert loss(on_time, steady, 300.0, config) == ""  # 14 s of 10 + 5
     assert "its past allows 15 s" in loss(late, steady, 300.0, config)
     assert loss(late, steady, 300.0, config.model_copy(update={"deadlines": False})) == ""
+    assert loss(late, steady, 300.0, config, is_alone=True) == ""
 
 
 def test_a_result_that_is_being_checked_is_not_given_up() -> None:

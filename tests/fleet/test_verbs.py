@@ -24,6 +24,7 @@ from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import BoundTask, Result, task
 from potluck.types.errors import RoundFailed, RunStopped
+from potluck.types.ids import WorkerId
 
 
 class NoSettings(BaseModel):
@@ -163,6 +164,27 @@ def test_a_task_that_fails_everywhere_ends_the_round_with_its_reason(tmp_path: P
         play(tmp_path, rounds, max_discarded_rounds=1, quarantine_after=10)
 
 
+def test_one_bad_worker_does_not_end_a_bag_that_others_can_do(tmp_path: Path) -> None:
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        return [r.worker for r in await fleet.map([count.bind(number=7) for _ in range(4)], key="bag")]
+
+    def broken(lease: pb.Lease) -> float:
+        raise ValueError("the disk is broken")
+
+    state, world = play(tmp_path, rounds, costs={"w1": broken, "w2": lambda _: 15.0}, num_rounds=1)
+    assert set(state.values) == {"w2"}
+    assert world.last is not None and world.last.roster.members[WorkerId("w1")].quarantined.startswith("3 failed tasks")
+
+
+def test_what_fails_at_everyone_is_held_against_no_one(tmp_path: Path) -> None:
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        tasks = {w.id: fail.bind(number=7) for w in fleet.workers()}
+        return [r.worker for r in (await fleet.call(tasks, key="numbers", min_replies=1)).replies]
+
+    with pytest.raises(RunStopped, match="number 7 cannot be done"):
+        play(tmp_path, rounds, costs={f"w{i}": second for i in range(1, 5)}, max_discarded_rounds=6)
+
+
 def bad_w1(state: Seen, fleet: Fleet) -> Any:
     """A round in which w1 can do nothing."""
     tasks = {w.id: (fail if w.id == "w1" else count).bind(number=7) for w in fleet.workers()}
@@ -174,7 +196,7 @@ def bad_w1(state: Seen, fleet: Fleet) -> Any:
 
 
 def test_a_run_of_quarantined_workers_stops_after_a_while(tmp_path: Path) -> None:
-    with pytest.raises(RunStopped, match="every worker here is quarantined: w1 is quarantined: 3 refused results"):
+    with pytest.raises(RunStopped, match="every worker here is quarantined: w1 is quarantined: 3 failed tasks"):
         play(tmp_path, bad_w1, costs={"w1": second})
 
 
@@ -269,14 +291,14 @@ def test_a_machine_that_became_slower_is_given_up_on_once(tmp_path: Path) -> Non
     took: list[float] = [1.0] * 4 + [30.0] * 4
 
     async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
-        (worker,) = fleet.workers()
-        await fleet.call({worker.id: count.bind(number=state.round)}, key="count", min_replies=1)
+        tasks = {worker.id: count.bind(number=state.round) for worker in fleet.workers()}
+        await fleet.call(tasks, key="count", min_replies=1)
         return [state.round]
 
     def cost(_: pb.Lease) -> float:
         return took.pop(0) if took else 30.0
 
-    state, world = play(tmp_path, rounds, num_rounds=7, costs={"w1": cost}, no_progress_s=100.0, max_discarded_rounds=2)
+    state, world = play(tmp_path, rounds, num_rounds=7, costs={"w1": cost, "w2": second}, no_progress_s=100.0)
     assert state.values == tuple(range(7))
     assert [e.text for e in world.events if e.kind == "lost"] == [
         "w1 has worked 6 s on toy.count and its past allows 6 s"

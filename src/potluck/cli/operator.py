@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.cli.runs import find_run
+from potluck.coordinator.options import RESULT_FILE
 from potluck.protocol import pb
 from potluck.transport.grpc.client import GrpcConnection
 from potluck.transport.security.identity import Identity
@@ -36,11 +37,28 @@ async def _call(run_name: str | None, method: str, request: bytes) -> bytes:
         return await connection.call(method, request, timeout_s=patience_s)
     except ConnectionLost as error:
         raise CoordinatorUnreachable(
-            f"the coordinator of {folder} does not answer at {identity.address}, so the run is not going on; "
-            f"`potluck host` or `potluck run --resume` continues it"
+            _how_it_ended(folder)
+            or f"the coordinator of {folder} does not answer at {identity.address}, so the run is not going on; "
+            "`potluck host` or `potluck run --resume` continues it"
         ) from error
     finally:
         await connection.close()
+
+
+def _how_it_ended(folder: Path) -> str:
+    """From what a run leaves in its folder at its end; "" if it has not come to one."""
+    try:
+        result = json.loads((folder / RESULT_FILE).read_bytes())
+    except (OSError, ValueError):
+        return ""
+    what = f"{result['rounds']} rounds and {result['tokens']:,} tokens"
+    if result["stopped"]:
+        return (
+            f"the run in {folder} was stopped after {what} ({result['stopped']}); "
+            "`potluck host` or `potluck run --resume` continues it"
+        )
+    loss = "" if result["final_val_loss"] is None else f", validation loss {result['final_val_loss']:.4f}"
+    return f"the run in {folder} is finished: {what}{loss}; its model is in {result['model_dir']}"
 
 
 def operator_of(run_name: str | None) -> tuple[Path, Identity]:

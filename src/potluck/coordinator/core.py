@@ -259,11 +259,11 @@ class Coordinator:
     async def _collect(self, state: State) -> None:
         """Remove what neither this state, the run's beginning nor a checkpoint needs."""
         handles = {*state.handles(), self.facts.initial, self.facts.zeros}
-        self.fleet.forget(handles)
+        self.fleet.publisher.forget(handles)
         floating = {Digest(r.object) for r in self.fleet.floating.replies.values() if r.object}
         for digest in [digest for digest, lease in self.uploads.items() if lease not in self.fleet.book.open]:
             del self.uploads[digest]
-        keep = {*self.fleet.published().values(), *floating, *self.deck.digests(), *self.plan.open_objects}
+        keep = {*self.fleet.publisher.digests.values(), *floating, *self.deck.digests(), *self.plan.open_objects}
 
         def remove() -> None:
             self.params.remove_except(handles)

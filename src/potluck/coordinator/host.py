@@ -15,7 +15,7 @@ from potluck.coordinator.admin import Admin
 from potluck.coordinator.core import Coordinator, write_metrics
 from potluck.coordinator.events import Event, OnEvent
 from potluck.coordinator.loop import train
-from potluck.coordinator.options import HostOptions, Listening, RunResult, WorkerResult
+from potluck.coordinator.options import RESULT_FILE, HostOptions, Listening, RunResult, WorkerResult
 from potluck.coordinator.prepare import Prepared, prepare
 from potluck.coordinator.service import CoordinatorService
 from potluck.coordinator.status import snapshot
@@ -93,6 +93,7 @@ class _Hosting:
     async def _run(self, on_listening: Callable[[Listening], None]) -> RunResult:
         folder = self.options.run_dir
         durable = self.options.recipe.checkpoint.durability == "power"
+        (folder / RESULT_FILE).unlink(missing_ok=True)
         objects = await self.lanes.compute.run(lambda: ObjectStore(folder / "objects", durable=durable))
         tell = self.tell_soon()
         prepared = await self.lanes.compute.run(
@@ -181,6 +182,8 @@ class _Hosting:
             )  # fmt: skip
 
         await self.lanes.compute.run(export)
+        write = partial(write_atomic, self.options.run_dir / RESULT_FILE)
+        await self.lanes.compute.run(write, json.dumps(result.to_json(), indent=1).encode())
         run.tell("model", f"the model is in {result.model_dir}", path=str(result.model_dir))
         return result
 

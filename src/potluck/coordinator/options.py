@@ -40,6 +40,10 @@ class WorkerResult:
     bytes_down: int
 
 
+RESULT_FILE = "result.json"
+"""In the run's folder: the `RunResult` of the process that ended last, until the run goes on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """How a run ended. `to_json()` is what `run`, `host` and `demo` print with --json."""

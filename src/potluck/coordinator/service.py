@@ -56,7 +56,9 @@ class CoordinatorService:
         await self.run.recovered.wait()
         member = self.run.roster.members.get(peer.id)
         if member is None:
-            raise Refused(f"{peer.id} has not said Welcome yet; restart the worker")
+            raise ConnectionLost(
+                f"{peer.id} has not said Welcome since the coordinator started"
+            )  # it will, and try again
         match method:
             case "Control":
                 await self._control(member, channel)

@@ -20,7 +20,12 @@ class FleetConfig(BaseModel):
         default=True, description="give up on work that takes far longer than the worker's past predicts"
     )
     quarantine_after: int = Field(
-        default=3, ge=1, description="refused results in a row after which a worker gets no more work"
+        default=3, ge=1, description="refused results or failed tasks in a row after which a worker is quarantined"
+    )
+    quarantine_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="seconds of a worker's first quarantine; each next one is twice as long",
     )
     max_update_norm: float = Field(default=0.0, ge=0, description="largest L2 norm of an update; 0 for no limit")
     max_discarded_rounds: int = Field(

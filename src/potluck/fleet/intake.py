@@ -143,7 +143,7 @@ class Intake:
         reason = f"{member.id} could not do {lease.message.task}: {printable(error, MAX_ERROR_LENGTH)}"
         self._verdict(member, lease.id, "dropped", "the task failed")
         await self._fleet.fail(lease, reason)
-        self._fleet.roster.strike(member, reason)
+        self._fleet.roster.failed(member, reason, self._clock.now())
 
     async def _judge(self, member: Member, lease: OpenLease, result: pb.TaskResult, inline: dict[str, Tensor]) -> None:
         """Believe a result that is here whole, or refuse it."""
@@ -161,10 +161,10 @@ class Intake:
             reason = f"{member.id} sent a result that was refused: {fault}"
             self._verdict(member, lease.id, "refused", fault)
             await self._fleet.fail(lease, reason)
-            self._fleet.roster.strike(member, reason)
+            self._fleet.roster.refused(member, reason, self._clock.now())
             return
         self.inline.pop((member.id, lease.id), None)
-        member.strikes = 0
+        self._fleet.roster.succeeded(member)
         is_first = True
         if "@" in result.key:
             await self._fleet.emitted(lease, result.step, scalars, result.object)

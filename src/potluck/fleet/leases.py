@@ -95,8 +95,8 @@ class LeaseBook:
         lease.answer(outcome)
 
 
-def loss(lease: OpenLease, member: Member | None, now: float, config: FleetConfig) -> str:
-    """Why a lease is to be given up now, "" while it is not."""
+def loss(lease: OpenLease, member: Member | None, now: float, config: FleetConfig, *, is_alone: bool = False) -> str:
+    """Why a lease is to be given up now, "" while it is not. Nobody waits for a worker that `is_alone`."""
     if lease.checking:
         return ""
     if member is None:
@@ -113,7 +113,7 @@ def loss(lease: OpenLease, member: Member | None, now: float, config: FleetConfi
     stuck_s = now - lease.progress_at
     if stuck_s > config.no_progress_s:
         return f"{member.id} has made no progress for {stuck_s:.0f} s ({lease.progress_mark[0] or 'not started'})"
-    return overdue(lease, member, now) if config.deadlines else ""
+    return overdue(lease, member, now) if config.deadlines and not is_alone else ""
 
 
 def overdue(lease: OpenLease, member: Member, now: float) -> str:

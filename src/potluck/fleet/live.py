@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,11 +18,10 @@ from torch import Tensor
 
 from potluck.aggregation.mean import combine
 from potluck.clock import Clock, Lanes
-from potluck.codecs.base import codec
-from potluck.codecs.bundle import write_flat_slices
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, loss, overdue, wire_attempt
+from potluck.fleet.publisher import Publisher
 from potluck.fleet.roster import LeaseId, Roster, decide
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
@@ -70,11 +68,11 @@ class LiveFleet:
     ) -> None:
         self._run, self.config, self.roster, self.ledger = run, config, roster, ledger
         self.objects, self.params, self.data = objects, params, data
-        self._scratch, self._clock, self._lanes = scratch, clock, lanes
+        self._clock, self._lanes = clock, lanes
+        self.publisher = Publisher(run, params, objects, scratch, lanes.compute)
         self.book = LeaseBook()
         self.floating = Attempt(round=FLOATING)
         self._now = Attempt()
-        self._published: dict[tuple[Params, str], Digest] = {}
         self.operands: dict[LeaseId, tuple[Tensor, ...]] = {}  # inline tensors of open leases
         self._inline: dict[str, Mapping[str, Tensor]] = {}  # inline tensors of replies, by key
         self.versions: dict[str, str] = {}  # the committed pinned state of each worker
@@ -159,11 +157,13 @@ class LiveFleet:
         while True:
             await self._clock.sleep(tick_s)
             now = self._clock.now()
+            self.roster.release(now)
+            is_alone = len(self.roster.here(now)) == 1
             for lease in list(self.book.open.values()):
                 if lease.id not in self.book.open:
                     continue  # it was answered while another one's loss was written down
                 member = self.roster.members.get(lease.worker)
-                if reason := loss(lease, member, now, self.config):
+                if reason := loss(lease, member, now, self.config, is_alone=is_alone):
                     if member is not None and overdue(lease, member, now):
                         member.forget(lease.message.task)  # its past predicts it no longer
                     self._give_up(lease, reason)
@@ -273,7 +273,7 @@ class LiveFleet:
         min_replies: int,
         reduce: Reduction | None = None,
     ) -> Replies:
-        await self._publish_all(tasks.values())
+        await self._publish(tasks.values())
         outcomes = await self._settle_all(
             {f"{key}/{worker}": (worker, tasks[worker]) for worker in sorted(tasks)}, expects=reduce
         )
@@ -314,10 +314,10 @@ class LiveFleet:
 
     async def map(self, tasks: Sequence[BoundTask], *, key: str) -> tuple[Reply, ...]:
         assert all(t.kind == "pure" for t in tasks), "only pure tasks can be done by anyone"
-        await self._publish_all(tasks)
+        await self._publish(tasks)
         bag = {f"{key}/{i}": bound for i, bound in enumerate(tasks)}
         running: dict[str, list[OpenLease]] = {}
-        failures: dict[str, list[str]] = {}
+        failures: dict[str, list[Lost]] = {}
         took: list[float] = []
         for task_key in bag:
             for row in self._now.leases.get(task_key, []):
@@ -330,11 +330,8 @@ class LiveFleet:
                 if isinstance(outcome, ReplyRow):
                     took.append(self._clock.now() - lease.issued_at)
                 elif outcome.failed:
-                    failures.setdefault(task_key, []).append(outcome.reason)
-                if len(failures.get(task_key, [])) >= max_task_failures:
-                    raise RoundFailed(
-                        f"{bag[task_key].task} failed {max_task_failures} times: {failures[task_key][-1]}"
-                    )
+                    failures.setdefault(task_key, []).append(outcome)
+                    self._refuse_hopeless(bag[task_key].task, failures[task_key])
             await self._hand_out(bag, missing, running, took)
             waiting = [x.outcome for leases in running.values() for x in leases]
             change = asyncio.ensure_future(self.roster.change())
@@ -348,6 +345,12 @@ class LiveFleet:
         for row in rows:
             self._now.consumed[row.key] = row
         return tuple(self._reply(row) for row in rows)
+
+    def _refuse_hopeless(self, task: str, failures: Sequence[Lost]) -> None:
+        """RoundFailed when a task failed often enough, and not only in the hands of one worker of several."""
+        num_here = len(self.roster.here(self._clock.now()))
+        if len(failures) >= max_task_failures and len({f.worker for f in failures}) >= min(2, num_here):
+            raise RoundFailed(f"{task} failed {len(failures)} times: {failures[-1].reason}")
 
     async def _hand_out(
         self,
@@ -396,7 +399,7 @@ class LiveFleet:
                 stem = f"#{self._now.round}.{self._now.attempt}."
                 number = len(fresh) + sum(stem in key for key in self.floating.leases)
                 fresh.append((worker.id, bound, f"{worker.id}{stem}{number}", 0))
-        await self._publish_all(bound for _, bound, _, _ in fresh)
+        await self._publish(bound for _, bound, _, _ in fresh)
         await self._issue(self.floating, fresh, expects=None)
 
     # Sessions
@@ -404,15 +407,15 @@ class LiveFleet:
     async def open(self, worker: WorkerId, task: BoundTask, *, key: str) -> None:
         assert task.kind == "session", f"{task.task} is {task.kind}, not a session"
         if key not in self.floating.leases:
-            await self._publish_all([task])
+            await self._publish([task])
             await self._issue(self.floating, [(worker, task, key, 0)], expects=None)
 
     async def send(self, key: str, step: int, arguments: Mapping[str, Any]) -> None:
         name = f"input/{key}/{step}"
         if name in self.floating.decisions:
             return
-        digests = {handle: await self.publish(handle) for handle in handles(arguments)}
-        encoded = encode_arguments(arguments, digests)
+        await self.publisher.publish(handles(arguments))
+        encoded = encode_arguments(arguments, self.publisher.digests)
         assert not encoded.inline, "an input of a session holds handles and values, not tensors"
         value = {"arguments": encoded.value, "objects": list(encoded.objects), "acknowledged": False}
         await self._lanes.ledger.run(self.ledger.decide, FLOATING, 0, name, value)
@@ -512,31 +515,8 @@ class LiveFleet:
 
     # Issuing
 
-    async def publish(self, handle: Params) -> Digest:
-        """The handle as an object in the down-codec: encoded once, served to everyone."""
-        key = (handle, self._run.down_codec)
-        if key not in self._published or not self.objects.has(self._published[key]):
-
-            def encode() -> Digest:
-                path = self._scratch / f"publish-{handle.fragments[0].name}"
-                read = partial(self.params.read_slice, handle)
-                write_flat_slices(path, "params", read, self._run.layout, codec(self._run.down_codec))
-                return self.objects.adopt(path)
-
-            self._published[key] = await self._lanes.compute.run(encode)
-        return self._published[key]
-
-    def published(self) -> dict[Params, Digest]:
-        return {handle: digest for (handle, _), digest in self._published.items()}
-
-    def forget(self, keep: set[Params]) -> None:
-        """Drop published objects of handles that nobody needs any more."""
-        for key in [k for k in self._published if k[0] not in keep]:
-            del self._published[key]
-
-    async def _publish_all(self, tasks: Any) -> None:
-        for handle in {h: None for bound in tasks for h in handles(bound.arguments)}:
-            await self.publish(handle)
+    async def _publish(self, tasks: Iterable[BoundTask]) -> None:
+        await self.publisher.publish(handle for bound in tasks for handle in handles(bound.arguments))
 
     async def _issue(
         self, holder: Attempt, work: Sequence[tuple[WorkerId, BoundTask, str, int]], *, expects: Reduction | None
@@ -546,7 +526,7 @@ class LiveFleet:
             return []
         rows: list[LeaseRow] = []
         for worker, bound, key, issue in work:
-            encoded = encode_arguments(bound.arguments, self.published())
+            encoded = encode_arguments(bound.arguments, self.publisher.digests)
             spans = self.data.deal(worker, bound.num_sequences) if bound.num_sequences else []
             if bound.held_out_part >= 0:
                 spans = self.data.held_out(bound.held_out_part)

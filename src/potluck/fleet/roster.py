@@ -31,8 +31,11 @@ class Member:
     last_seen: float = 0.0
     away_since: float = 0.0
     leaving: bool = False
-    strikes: int = 0  # refused results in a row
+    strikes: int = 0  # results in a row that were refused, or tasks that failed
+    failing: bool = False  # its last task failed there
     quarantined: str = ""  # the reason, "" for none
+    free_at: float = math.inf  # when its quarantine ends
+    num_quarantines: int = 0
     private_sequences: int = 0
     progress: pb.Progress | None = None
     seconds_per_unit: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # by task name
@@ -100,6 +103,8 @@ class Roster:
             member = self.members[id] = Member(id=id, profile=profile)
         member.profile = profile
         member.leaving = False
+        if member.quarantined and member.failing:  # started again: its owner may have mended it
+            self._release(member, strikes=0)
         member.away_since = member.last_seen = now
         return member
 
@@ -119,12 +124,41 @@ class Roster:
             member.progress = None
             self.signal()
 
-    def strike(self, member: Member, reason: str) -> None:
-        """A refused result. Too many in a row and the worker gets no more work."""
+    def failed(self, member: Member, reason: str, now: float) -> None:
+        """A task failed there. It is held against the worker unless most of those here fail too."""
+        member.failing = True
+        here = [m for m in self.members.values() if m.connected and not m.quarantined]
+        if len(here) == 1 or 2 * sum(m.failing for m in here) <= len(here):
+            self._strike(member, "failed tasks", reason, now)
+        self.signal()
+
+    def refused(self, member: Member, reason: str, now: float) -> None:
+        """A result of it was refused."""
+        member.failing = False
+        self._strike(member, "refused results", reason, now)
+        self.signal()
+
+    def succeeded(self, member: Member) -> None:
+        member.strikes, member.failing = 0, False
+
+    def _strike(self, member: Member, what: str, reason: str, now: float) -> None:
+        """Too many in a row and the worker gets no work for a while, each time for twice as long."""
         member.strikes += 1
         if member.strikes >= self.config.quarantine_after:
-            member.quarantined = f"{member.strikes} refused results in a row, the last: {reason}"
-        self.signal()
+            member.quarantined = f"{member.strikes} {what} in a row, the last: {reason}"
+            member.free_at = now + self.config.quarantine_s * 2**member.num_quarantines
+            member.num_quarantines += 1
+
+    def release(self, now: float) -> None:
+        """End the quarantines that are over. One more strike and the worker is back in it."""
+        for member in self.members.values():
+            if member.quarantined and now >= member.free_at:
+                self._release(member, strikes=self.config.quarantine_after - 1)
+                self.signal()
+
+    def _release(self, member: Member, *, strikes: int) -> None:
+        member.quarantined, member.strikes, member.free_at = "", strikes, math.inf
+        member.changed.set()
 
     def here(self, now: float) -> tuple[WorkerInfo, ...]:
         return decide(self.members.values(), now, self.config)[0]
