@@ -41,20 +41,20 @@ num_workers = 4
 class Setting:
     """One experiment's sizes."""
 
-    seq_len: int = 128
+    seq_len: int = 256
     batch_size: int = 8
     num_steps: int = 400
     num_warm_steps: int = 400
-    num_inner_steps: int = 20
+    num_inner_steps: int = 10
     n_layer: int = 4
     n_embd: int = 96
     vocab_size: int = 1024
     outer_lr: float = 0.7
     outer_momentum: float = 0.6
     warm_lr: float = 2e-3
-    sync_lrs: tuple[float, ...] = (2e-3, 1e-3)  # after the warm start each method takes the best of its rates
-    diloco_lrs: tuple[float, ...] = (1e-3, 5e-4)
-    alone_lrs: tuple[float, ...] = (1e-3, 5e-4)
+    sync_lrs: tuple[float, ...] = (4e-3, 8e-3)  # after the warm start each method takes the best of its rates
+    diloco_lrs: tuple[float, ...] = (4e-3, 2e-3)
+    alone_lrs: tuple[float, ...] = (1e-3, 2e-3)
     diloco_codecs: tuple[str, str] = ("int8", "bf16")  # up, down, as in the recipe; synchronous steps go as fp32
 
 
