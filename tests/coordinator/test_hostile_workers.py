@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import math
 import struct
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.codecs.base import codec
@@ -94,7 +94,7 @@ class Liar:
         path = self.folder / "update"
         write_flat(path, "delta", torch.full((layout.numel,), 1e-4), layout, codec("fp32"))
         data = self.spoil(path.read_bytes())
-        digest = "sha256:" + hashlib.sha256(data).hexdigest()
+        digest = "blake3:" + blake3(data).hexdigest()
         put = await connection.open("PutObject")
         purpose = upload_purpose(lease.round, lease.attempt, lease.key)
         await put.send(pb.ObjectInfo(digest=digest, size=len(data), purpose=purpose).SerializeToString())

@@ -50,7 +50,7 @@ def test_a_copy_that_differs_is_refused_also_after_it_was_known(tmp_path: Path, 
     files(tmp_path).open(listed_span)
     np.save(array, np.arange(1, 101, dtype=np.uint16))
     os.utime(array, ns=(1, 1))
-    with pytest.raises(CorruptError, match=r"a\.npy has the digest sha256:.* is listed; copy the file again"):
+    with pytest.raises(CorruptError, match=r"a\.npy has the digest blake3:.* is listed; copy the file again"):
         files(tmp_path).open(listed_span)
 
 

@@ -87,7 +87,7 @@ def test_files_are_divided_whole_and_every_tail_is_counted(tmp_path: Path) -> No
     assert len(data.shards) == 8 and len(data.validation) == 2
     names = [s.name for s in (*data.shards, *data.validation)]
     assert sorted(names) == [f"{i}.npy" for i in range(10)]
-    assert all(s.num_sequences == 10 and s.digest.startswith("sha256:") for s in data.shards)
+    assert all(s.num_sequences == 10 and s.digest.startswith("blake3:") for s in data.shards)
     assert data.num_dropped_tokens == 10 * 2
     assert listed_data(manifest, OPTIONS, seed=1) == data != listed_data(manifest, OPTIONS, seed=2)
 

@@ -8,12 +8,12 @@ from potluck.types.errors import CorruptError
 
 def test_a_chunk_is_header_and_bytes() -> None:
     frame = pack_chunk(7, b"abc")
-    assert frame == struct.pack("<QII", 7, 3, 0x352441C2) + b"abc"  # crc32 of abc
+    assert frame == struct.pack("<QIQ", 7, 3, 0x78AF5F94892F3950) + b"abc"  # XXH3 of abc
     offset, data = unpack_chunk(frame)
     assert (offset, bytes(data)) == (7, b"abc")
 
 
-@pytest.mark.parametrize("position", [0, 8, 12, 16, 18])
+@pytest.mark.parametrize("position", [0, 8, 12, 20, 22])
 def test_a_flipped_bit_in_a_chunk_is_seen(position: int) -> None:
     frame = bytearray(pack_chunk(0, b"abc"))
     frame[position] ^= 1
@@ -24,7 +24,7 @@ def test_a_flipped_bit_in_a_chunk_is_seen(position: int) -> None:
             unpack_chunk(bytes(frame))
 
 
-@pytest.mark.parametrize("frame", [b"", b"x" * 15, pack_chunk(0, b"abc")[:-1], pack_chunk(0, b"abc") + b"d"])
+@pytest.mark.parametrize("frame", [b"", b"x" * 19, pack_chunk(0, b"abc")[:-1], pack_chunk(0, b"abc") + b"d"])
 def test_a_cut_or_padded_chunk_is_refused(frame: bytes) -> None:
     with pytest.raises(CorruptError):
         unpack_chunk(frame)

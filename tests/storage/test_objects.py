@@ -87,7 +87,7 @@ def test_damage_to_what_arrived_before_a_restart_is_found(store: ObjectStore) ->
 def test_wrong_bytes_never_become_an_object(store: ObjectStore) -> None:
     partial = store.begin(digest, len(data))
     partial.write(0, bytes(len(data)))
-    with pytest.raises(CorruptError, match="arrived as sha256:"):
+    with pytest.raises(CorruptError, match="arrived as blake3:"):
         partial.finish()
     assert not store.has(digest) and names(store) == []
     with pytest.raises(CorruptError, match="was dropped"):

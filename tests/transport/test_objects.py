@@ -7,6 +7,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from transport.networks import Handlers, run
 
 from potluck.clock import ThreadExecutor
@@ -26,7 +27,7 @@ def content(size: int) -> bytes:
 
 
 def digest_of(data: bytes) -> Digest:
-    return Digest("sha256:" + hashlib.sha256(data).hexdigest())
+    return Digest("blake3:" + blake3(data).hexdigest())
 
 
 class Site:

@@ -22,7 +22,7 @@ from potluck.data.sources import Source, find_sources
 from potluck.data.stream import Sequences, stream_sequences
 from potluck.data.token_arrays import TokenArray, check_vocabulary, highest_token, open_tokens
 from potluck.data.tokenizer import TextTokenizer
-from potluck.storage.digest import digest_bytes, digest_file
+from potluck.storage.digest import check_digest, digest_bytes, digest_file
 from potluck.types.errors import CorruptError, DataError
 
 
@@ -103,10 +103,12 @@ class ListedFiles:
         path = source.path
         stat = path.stat()
         mark = [stat.st_size, stat.st_mtime_ns, self._options.token_type]
+        listed = check_digest(digest)
+        kind = listed.partition(":")[0]
         known = self._known.get(str(path))
-        if known is None or known[:3] != mark or len(known) != 5:
+        if known is None or known[:3] != mark or len(known) != 5 or known[3].partition(":")[0] != kind:
             highest = highest_token(path, self._array(path)) if source.kind == "tokens" else 0
-            known = [*mark, str(digest_file(path)), highest]
+            known = [*mark, str(digest_file(path, like=listed)), highest]
             self._known[str(path)] = known
             self._cache_dir.mkdir(parents=True, exist_ok=True)
             _write_whole(self._cache_dir / "digests.json", json.dumps(self._known).encode())

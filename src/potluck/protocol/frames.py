@@ -1,23 +1,24 @@
 """Raw frames on the bulk streams: a fixed header, then bytes. No protobuf, since it copies twice.
 
-Chunk of an object (GetObject, PutObject):   offset u64 | length u32 | crc32 u32 | bytes
+Chunk of an object (GetObject, PutObject):   offset u64 | length u32 | xxh3 u64 | bytes
 Inline tensor (Data):                        head length u32 | head (JSON, utf-8) | part of a TensorBundle
 
-Little-endian. `length` is that of the bytes, so a frame that was cut is seen at once.
+Little-endian; xxh3 is the 64-bit hash of the bytes. `length` is theirs too, so a frame that was cut is seen at once.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-import zlib
 from collections.abc import Mapping
 from typing import Any
+
+from xxhash import xxh3_64_intdigest
 
 from potluck.types.errors import CorruptError
 
 CHUNK_BYTES = 1 << 20
-_CHUNK = struct.Struct("<QII")
+_CHUNK = struct.Struct("<QIQ")
 _HEAD = struct.Struct("<I")
 MAX_FRAME_BYTES = 2 * CHUNK_BYTES + 65536
 MAX_HEAD_BYTES = 65536
@@ -25,7 +26,7 @@ CHUNK_HEADER_BYTES = _CHUNK.size
 
 
 def pack_chunk(offset: int, data: bytes | memoryview) -> bytes:
-    return b"".join((_CHUNK.pack(offset, len(data), zlib.crc32(data)), data))
+    return b"".join((_CHUNK.pack(offset, len(data), xxh3_64_intdigest(data)), data))
 
 
 def unpack_chunk(frame: bytes) -> tuple[int, memoryview]:
@@ -36,7 +37,7 @@ def unpack_chunk(frame: bytes) -> tuple[int, memoryview]:
     data = memoryview(frame)[_CHUNK.size :]
     if len(data) != length or length > CHUNK_BYTES * 2:
         raise CorruptError(f"a chunk at offset {offset} says {length} bytes and has {len(data)}")
-    if zlib.crc32(data) != checksum:
+    if xxh3_64_intdigest(data) != checksum:
         raise CorruptError(f"the chunk at offset {offset} does not match its checksum")
     return offset, data
 

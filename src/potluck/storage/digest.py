@@ -1,49 +1,62 @@
-"""Digests of bytes and files: `sha256:hex`.
+"""Digests of bytes and files: `blake3:hex`, and `sha256:hex` for what people list by hand.
 
-SHA-256 because every processor of the last years has instructions for it: 1.7 GB/s on a small server, twice what
-BLAKE2 reaches, and faster than any link that an object crosses.
+BLAKE3 because a round of a large model hashes it many times: on one core it is about twice as fast as SHA-256 with the
+processor's own instructions for it, and as safe against those who would forge an object.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
 
 from potluck.types.errors import Refused
 from potluck.types.ids import Digest
 
-_algorithm = "sha256"
-_form = re.compile(r"sha256:[0-9a-f]{64}")
+_algorithms: Mapping[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
+_own = "blake3"
+_form = re.compile(rf"(?:{'|'.join(_algorithms)}):[0-9a-f]{{64}}")
+_piece_bytes = 1 << 20
 
 
 class Hasher:
-    """A digest of what is fed to it piece by piece."""
+    """A digest of what is fed to it piece by piece, of the same kind as `like`."""
 
-    def __init__(self) -> None:
-        self._hash = hashlib.new(_algorithm, usedforsecurity=True)
+    def __init__(self, like: Digest | None = None) -> None:
+        self._name = like.partition(":")[0] if like else _own
+        self._hash = _algorithms[self._name]()
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         self._hash.update(data)
 
     def digest(self) -> Digest:
-        return Digest(f"{_algorithm}:{self._hash.hexdigest()}")
+        return Digest(f"{self._name}:{self._hash.hexdigest()}")
 
 
 def digest_bytes(data: bytes | bytearray | memoryview) -> Digest:
-    return Digest(f"{_algorithm}:{hashlib.new(_algorithm, data).hexdigest()}")
+    hasher = Hasher()
+    hasher.update(data)
+    return hasher.digest()
 
 
-def digest_file(path: Path) -> Digest:
-    """Reads the file once, in pieces."""
-    with path.open("rb") as file:
-        return Digest(f"{_algorithm}:{hashlib.file_digest(file, _algorithm).hexdigest()}")
+def digest_file(path: Path, like: Digest | None = None) -> Digest:
+    """Reads the file once, in pieces; a digest of the same kind as `like`."""
+    hasher = Hasher(like)
+    piece = memoryview(bytearray(_piece_bytes))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            hasher.update(piece[:size])
+    return hasher.digest()
 
 
 def check_digest(text: str) -> Digest:
     """A digest that came from elsewhere, now safe as a file name. Refused if it is not one."""
     if not _form.fullmatch(text):
-        raise Refused(f"{text[:100]!r} is not a digest of the form sha256 and 64 hexadecimal digits")
+        raise Refused(f"{text[:100]!r} is not a digest: blake3 or sha256, a colon and 64 hexadecimal digits")
     return Digest(text)
 
 

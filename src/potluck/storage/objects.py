@@ -1,7 +1,7 @@
 """Objects: files named by the digest of their bytes. Model versions, updates, data shards, tokenizers.
 
-    ROOT/sha256-HEX                 a whole object
-    ROOT/partial/sha256-HEX         the first bytes of one that is on its way
+    ROOT/blake3-HEX                 a whole object
+    ROOT/partial/blake3-HEX         the first bytes of one that is on its way
 
 An upload goes on where it stopped, also after a restart: a partial file only ever grows at its end. Its digest is
 checked when it is complete, and only then does it get the object's name. All methods block and may be called from any
@@ -100,7 +100,7 @@ class ObjectStore:
 
     def verify(self, digest: Digest) -> None:
         """Read an object again. CorruptError if its bytes changed; it is removed then."""
-        found = digest_file(self.path(digest))
+        found = digest_file(self.path(digest), like=digest)
         if found != digest:
             self.remove(digest)
             raise CorruptError(f"the object {digest} had become {found} on the disk and was removed; fetch it again")
@@ -217,7 +217,7 @@ class PartialObject:
         self._lock = threading.Lock()
         self._offset = size if store.has(digest) else _size(path)
         # Hashed as it comes in, from the start only: what an earlier process received is read again at the end.
-        self._hasher = None if self._offset else Hasher()
+        self._hasher = None if self._offset else Hasher(digest)
 
     @property
     def offset(self) -> int:
@@ -260,7 +260,7 @@ class PartialObject:
             self._refuse_if_dropped()
         # Complete, so nobody writes to it any more: read it and ask the store without holding others up.
         try:
-            found = self._hasher.digest() if self._hasher else digest_file(self.path)
+            found = self._hasher.digest() if self._hasher else digest_file(self.path, like=self.digest)
         except FileNotFoundError:  # settled or dropped meanwhile: the store knows
             found = self.digest
         self._store.settle(self, found)
