@@ -8,6 +8,7 @@ from potluck.strategies.task import ObjectRef, Result, decode_arguments, encode_
 from potluck.types.errors import RecipeError
 from potluck.types.ids import Digest
 from potluck.types.params import Fragment, Params
+from potluck.types.vector import Vector
 
 one = Params((Fragment("one", 4),))
 two = Params((Fragment("two-a", 2), Fragment("two-b", 2)))
@@ -35,12 +36,17 @@ def test_arguments_travel_as_names_and_come_back_as_tensors() -> None:
     assert len(encoded.inline) == 1
     back = decode_arguments(
         encoded.value,
-        params=lambda digest: torch.full((1,), float(digest[-1])),
+        params=lambda digest: Vector.of(torch.full((1,), float(digest[-1]))),
         tensors=lambda digest: {"name": torch.tensor([7])},
         inline=lambda index: encoded.inline[index],
     )
-    assert back["theta"].item() == 1.0
-    assert [back["list"][0].item(), back["list"][1].item(), *back["list"][2:]] == [2.0, 1.0, 1.5, None]
+    assert back["theta"].tensor().item() == 1.0
+    assert [back["list"][0].tensor().item(), back["list"][1].tensor().item(), *back["list"][2:]] == [
+        2.0,
+        1.0,
+        1.5,
+        None,
+    ]
     assert back["shard"]["name"].item() == 7
     assert torch.equal(back["x"], torch.ones(2))
 

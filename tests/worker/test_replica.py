@@ -91,7 +91,7 @@ def test_steps_are_those_of_a_plain_loop_bit_for_bit(name: str, optimizer: str) 
     losses = train(replica, 6, of=6)
     expected, params = plain_loop(spec, [[batch] for batch in batches])
     assert losses == expected
-    assert torch.equal(replica.params(), params)
+    assert torch.equal(replica.params().tensor(), params)
     assert (params - FlatModel(build(FAMILIES[name], seed=1)).params()).abs().max() > 1e-3
 
 
@@ -104,11 +104,11 @@ def test_accumulation_weighs_by_tokens_also_where_the_last_batch_is_short() -> N
     losses, params = plain_loop(spec, [batches[:3], batches[3:]])
     assert [s.num_tokens for s in steps] == [12 * seq_len, 9 * seq_len]
     assert [s.loss for s in steps] == pytest.approx(losses, rel=1e-6)
-    torch.testing.assert_close(replica.params(), params, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(replica.params().tensor(), params, rtol=1e-5, atol=1e-6)
     whole = replica_of(spec_of(llama(), batch_size=12, optimizer="sgd", lr=1.0, clip=0.0))
     whole.feed([torch.cat(batches[:3]), torch.cat(batches[3:])])
     train(whole, 2, of=2)
-    torch.testing.assert_close(replica.params(), whole.params(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(replica.params().tensor(), whole.params().tensor(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -116,7 +116,7 @@ def test_the_gradient_is_of_the_sum_and_unclipped(name: str) -> None:
     spec = spec_of(FAMILIES[name], clip=1e-3)
     batches = some_batches(2)
     replica = replica_of(spec)
-    before = replica.params()
+    before = replica.params().tensor()
     replica.feed(iter(batches))
     got, loss = replica.gradient(num_sequences=7)  # the second micro-batch only in part
     model = build(FAMILIES[name], seed=1)
@@ -128,7 +128,7 @@ def test_the_gradient_is_of_the_sum_and_unclipped(name: str) -> None:
     assert loss.num_tokens == 7 * seq_len
     assert loss.loss_sum == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(got, grad, rtol=1e-5, atol=1e-6 * grad.abs().max().item())
-    assert torch.equal(replica.params(), before)
+    assert torch.equal(replica.params().tensor(), before)
     rest, rest_loss = replica.gradient(num_sequences=1)  # what was left of it
     assert rest_loss.num_tokens == seq_len
     assert rest.abs().max() > 0
@@ -155,7 +155,7 @@ def test_bf16_mixed_trains_close_to_fp32_with_fp32_state() -> None:
         replica.feed(some_batches(1) * 30)
         losses[precision] = train(replica, 30, of=60)
         tensors, _ = replica.local_state()
-        assert replica.params().dtype == tensors["exp_avg"].dtype == torch.float32
+        assert replica.params().tensor().dtype == tensors["exp_avg"].dtype == torch.float32
     assert losses["bf16-mixed"] != losses["fp32"]
     assert losses["bf16-mixed"] == pytest.approx(losses["fp32"], abs=0.1)
     assert losses["bf16-mixed"][-1] < 0.7 * losses["bf16-mixed"][0]
@@ -181,7 +181,7 @@ replica.load(state.pop("theta"))
 replica.restore_local_state(state, {"num_steps": 3})
 replica.feed(iter(some_batches(4, skip=3)))
 train(replica, 4, of=7, start=3)
-save_file({"theta": replica.params(), **replica.local_state()[0]}, folder / "after.safetensors")
+save_file({"theta": replica.params().tensor(), **replica.local_state()[0]}, folder / "after.safetensors")
 """
 
 
@@ -199,11 +199,11 @@ def test_state_saved_and_restored_in_another_process_goes_on_bit_for_bit(
     tensors, scalars = first.local_state()
     assert scalars == {"num_steps": 3}
     assert tensors["steps"].tolist() == [3] * len(first.layout.tensors)
-    save_file({"theta": first.params(), **tensors}, tmp_path / "state.safetensors")
+    save_file({"theta": first.params().tensor(), **tensors}, tmp_path / "state.safetensors")
     tests = Path(__file__).parent.parent
     subprocess.run([sys.executable, "-c", script, tests, tmp_path, name, str(dropout)], check=True, timeout=50)
     after = load_file(tmp_path / "after.safetensors")
-    assert torch.equal(after.pop("theta"), whole.params())
+    assert torch.equal(after.pop("theta"), whole.params().tensor())
     expected, _ = whole.local_state()
     assert set(after) == set(expected)
     for key, tensor in expected.items():
@@ -234,12 +234,12 @@ def test_a_reset_is_a_new_start() -> None:
         replica.load(start)
         replica.feed(some_batches(3))
         train(replica, 3, of=3)
-        ends.append(replica.params())
+        ends.append(replica.params().tensor())
     assert torch.equal(ends[0], ends[1])
     replica.load(start)
     replica.feed(some_batches(3))
     train(replica, 3, of=3)
-    assert not torch.equal(ends[0], replica.params())  # without a reset the moments go on
+    assert not torch.equal(ends[0], replica.params().tensor())  # without a reset the moments go on
     replica.restore_local_state({}, {"num_steps": 0})
     assert replica.local_state() == ({}, {"num_steps": 0})
 
@@ -298,14 +298,14 @@ def test_cancel_from_another_thread_ends_the_task_at_its_next_micro_batch() -> N
 
 def test_a_loss_that_is_not_finite_ends_the_task_before_it_touches_anything() -> None:
     replica = replica_of(spec_of(gpt2()))
-    theta = replica.params()
+    theta = replica.params().tensor()
     theta[0] = float("nan")
     replica.load(theta)
     replica.feed([torch.zeros(4, seq_len + 1, dtype=torch.int64)] * 2)
     with pytest.raises(ModelError, match=r"the loss is nan at inner step 1 with learning rate .*; lower"):
         replica.train_step(progress=0.5)
     assert replica.local_state() == ({}, {"num_steps": 0})
-    torch.testing.assert_close(replica.params(), theta, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(replica.params().tensor(), theta, equal_nan=True, rtol=0, atol=0)
     with pytest.raises(ModelError, match="the loss is nan"):
         replica.gradient(num_sequences=4)
 
@@ -314,11 +314,11 @@ def test_a_loss_that_is_not_finite_ends_the_task_before_it_touches_anything() ->
 def test_a_gradient_that_is_not_finite_does_too(clip: float) -> None:
     replica = replica_of(spec_of(gpt2(), clip=clip))
     replica.module.lm_head.weight.register_hook(lambda grad: grad * float("inf"))
-    before = replica.params()
+    before = replica.params().tensor()
     replica.feed(some_batches(2))
     with pytest.raises(ModelError, match="the gradient's norm is"):
         replica.train_step(progress=0.5)
-    assert torch.equal(replica.params(), before)
+    assert torch.equal(replica.params().tensor(), before)
     with pytest.raises(ModelError, match="the gradient's norm is"):
         replica.gradient(num_sequences=4)
 
@@ -339,7 +339,7 @@ def test_data_that_ends_or_has_another_length_is_one_sentence() -> None:
 
 def test_a_model_that_is_too_big_says_what_it_needs_and_what_there_is() -> None:
     spec = spec_of(gpt2())
-    with pytest.raises(ResourceError, match=r"needs [1-9]\.\d MiB and 0\.0 MiB are free; lower"):
+    with pytest.raises(ResourceError, match=r"needs \d\.\d MiB and 0\.0 MiB are free; lower"):
         TorchReplica(spec, hardware=Machine())  # seven bytes
     with pytest.raises(ResourceError, match="within the limit that was set"):
         TorchReplica(spec, max_memory_bytes=1000)

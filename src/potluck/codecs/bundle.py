@@ -34,7 +34,7 @@ from potluck.codecs.header import (
 )
 from potluck.types.disk import full_disk_named
 from potluck.types.errors import CorruptError, InvalidUpdate
-from potluck.types.params import Layout
+from potluck.types.params import Layout, TensorSpec
 
 _torch_types: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in item_bytes}
 _type_names: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _torch_types.items()}
@@ -195,8 +195,7 @@ class Bundle:
 
     def decode_flat(self, name: str, layout: Layout) -> Tensor:
         """The flat vector `name`, fp32 [layout.numel]. CorruptError if it does not have that layout."""
-        if problem := self._mismatch(name, layout):
-            raise CorruptError(f"{self.path.name}: {problem}")
+        self.check_layout(name, layout)
         vector = torch.empty(layout.numel, dtype=torch.float32)
         out: Values = vector.numpy()
         for tensor in layout:
@@ -222,16 +221,37 @@ class Bundle:
                 total += square
         return math.sqrt(total)
 
+    def flat_slice(self, name: str, layout: Layout, start: int, stop: int) -> Tensor:
+        """Elements of the flat vector `name`, fp32 [stop - start]."""
+        vector = torch.empty(stop - start, dtype=torch.float32)
+        out: Values = vector.numpy()
+        for tensor, low, high in layout.overlapping(start, stop):
+            entry = self._entry_of(name, tensor)
+            first = low - tensor.offset
+            for begin, end in spans(high - low):
+                part = out[low - start + begin : low - start + end]
+                _codec_of(entry).decode(self._buffers(entry), entry.shape, first + begin, part)
+        return vector
+
     def accumulate(self, name: str, layout: Layout, into: Tensor, start: int, weight: float) -> None:
         """`into += weight * vector[start : start + len(into)]` in fp32, `into` being contiguous and on the CPU."""
         out: Values = into.numpy()
         for tensor, low, high in layout.overlapping(start, start + len(out)):
-            entry = self.entries.get(f"{name}/{tensor.name}")
-            if entry is None or entry.shape != tensor.shape:
-                raise CorruptError(f"{self.path.name} does not hold {name}/{tensor.name} as {list(tensor.shape)}")
+            entry = self._entry_of(name, tensor)
             _codec_of(entry).accumulate(
                 self._buffers(entry), entry.shape, low - tensor.offset, out[low - start : high - start], weight
             )
+
+    def _entry_of(self, name: str, tensor: TensorSpec) -> Entry:
+        entry = self.entries.get(f"{name}/{tensor.name}")
+        if entry is None or entry.shape != tensor.shape:
+            raise CorruptError(f"{self.path.name} does not hold {name}/{tensor.name} as {list(tensor.shape)}")
+        return entry
+
+    def check_layout(self, name: str, layout: Layout) -> None:
+        """CorruptError if the flat vector `name` does not have this layout."""
+        if problem := self._mismatch(name, layout):
+            raise CorruptError(f"{self.path.name}: {problem}")
 
     def _mismatch(self, name: str, layout: Layout) -> str:
         """How the entries of `name` differ from the layout, "" if they do not."""

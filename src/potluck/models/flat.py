@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from potluck.types.errors import ModelError
 from potluck.types.params import Layout
+from potluck.types.vector import Vector
 
 
 def layout_of(model: nn.Module) -> Layout:
@@ -48,14 +49,16 @@ class FlatModel:
         self.module = module.to(self.device)
         self.parameters = [dict(module.named_parameters())[spec.name] for spec in self.layout]
 
-    def load(self, theta: Tensor) -> None:
+    def load(self, theta: Vector | Tensor) -> None:
         """Set every parameter: one copy. theta: fp32 [layout.numel], on any device."""
-        if theta.shape != (self.layout.numel,) or theta.dtype != torch.float32:
+        given = Vector.of(theta)
+        if given.numel != self.layout.numel:
             raise ModelError(
-                f"the parameters to load are {theta.dtype} {list(theta.shape)} and the model needs torch.float32 "
-                f"[{self.layout.numel}]; the coordinator runs another model"
+                f"{given.numel} parameters are to be loaded and the model has {self.layout.numel}; "
+                "the coordinator runs another model"
             )
-        self.vector.copy_(theta)
+        for start, part in given.slices():
+            self.vector[start : start + len(part)].copy_(part)
 
     def params(self) -> Tensor:
         """The parameters: a new fp32 tensor [layout.numel] on the CPU, one copy."""

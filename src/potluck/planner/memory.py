@@ -1,6 +1,6 @@
 """How much memory training needs on one machine: the answer to *does this model fit here*, before it is built.
 
-Counted in full: parameters, gradients, the optimizer's moments, and the flat vectors that a round holds beside them.
+Counted in full: parameters, gradients and the optimizer's moments. What came and what is sent lies in mapped files.
 Estimated from the shape of a decoder-only transformer: what the forward pass keeps for the backward pass, and logits.
 Attention is assumed not to hold its [tokens, tokens] matrix, as `scaled_dot_product_attention` does not on CPU and
 CUDA.
@@ -47,10 +47,10 @@ class ModelDims:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
-    """Bytes at the peak of a round. On a CPU both parts share main memory."""
+    """Bytes at the peak of a round."""
 
     device_bytes: int  # model, gradients, optimizer, activations, logits
-    host_bytes: int  # flat vectors: the model as it came, the model as it is, their difference
+    host_bytes: int  # beside a GPU: the moments, on their way to the disk
 
 
 def training_memory(
@@ -71,14 +71,14 @@ def training_memory(
     activation_bytes = int(tokens * dims.num_layers * _bytes_per_token_and_layer(dims, precision))
     return TrainingMemory(
         device_bytes=2 * model_bytes + moments_bytes + cast_bytes + activation_bytes + logits_bytes,
-        host_bytes=3 * model_bytes,
+        host_bytes=moments_bytes,
     )
 
 
 def check_fits(need: TrainingMemory, *, device: str, device_free_bytes: int, host_free_bytes: int) -> str:
     """An empty string if it fits, else what is too small: a part of a sentence, with the need and what there is."""
     if device.startswith(("cpu", "mps")):
-        total = need.device_bytes + need.host_bytes
+        total = need.device_bytes + (need.host_bytes if device.startswith("mps") else 0)
         return "" if total <= device_free_bytes else f"needs {_gib(total)} and {_gib(device_free_bytes)} are free"
     if need.device_bytes > device_free_bytes:
         return f"needs {_gib(need.device_bytes)} on {device} and {_gib(device_free_bytes)} are free there"

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import flat_size
@@ -27,6 +26,7 @@ from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import Result, task
 from potluck.types.params import Params
+from potluck.types.vector import Vector
 
 
 class DiLoCoConfig(BaseModel):
@@ -48,7 +48,7 @@ class DiLoCoState(State):
 
 
 @task("diloco.inner", kind="pinned", numbers=("num_tokens", "loss_sum"))  # the half that runs on the device
-def inner(replica: Replica, *, theta: Tensor, num_steps: int, progress: tuple[float, float]) -> Result:
+def inner(replica: Replica, *, theta: Vector, num_steps: int, progress: tuple[float, float]) -> Result:
     replica.load(theta)
     start, stop = progress
     steps = [replica.train_step(progress=start + (stop - start) * i / num_steps) for i in range(num_steps)]

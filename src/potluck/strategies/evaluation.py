@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from potluck.strategies.fleet import Fleet, Replies
 from potluck.strategies.replica import Loss, Replica
 from potluck.strategies.task import Result, task
 from potluck.types.errors import RoundFailed
 from potluck.types.params import Params
+from potluck.types.vector import Vector
 
 
 @task("evaluation.loss", kind="pure", numbers=("num_tokens", "loss_sum"))
-def loss(replica: Replica, *, theta: Tensor) -> Result:
+def loss(replica: Replica, *, theta: Vector) -> Result:
     replica.load(theta)
     losses = [replica.evaluate(tokens) for tokens in replica.batches()]
     return Result({"loss_sum": sum(x.loss_sum for x in losses), "num_tokens": sum(x.num_tokens for x in losses)})

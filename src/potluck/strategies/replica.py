@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from potluck.types.params import Layout
+from potluck.types.vector import Vector
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Loss:
 class Mailbox(Protocol):
     """A session's post: results out and inputs in, each named by an inner step."""
 
-    def emit(self, step: int, scalars: Mapping[str, float | int | str], tensors: Mapping[str, Tensor]) -> None:
+    def emit(self, step: int, scalars: Mapping[str, float | int | str], tensors: Mapping[str, Vector | Tensor]) -> None:
         """Send a result; returns at once."""
         ...
 
@@ -63,12 +64,12 @@ class Replica(Protocol):
         data, and never for training data."""
         ...
 
-    def load(self, theta: Tensor) -> None:
+    def load(self, theta: Vector | Tensor) -> None:
         """Set every parameter. theta: fp32 [layout.numel], on any device."""
         ...
 
-    def params(self) -> Tensor:
-        """The parameters now: a new fp32 tensor [layout.numel] on the CPU."""
+    def params(self) -> Vector:
+        """The parameters, read from the model itself: as they are when they are read."""
         ...
 
     def train_step(self, *, progress: float) -> Step:

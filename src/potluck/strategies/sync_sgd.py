@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import flat_size
@@ -28,6 +27,7 @@ from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import Result, task
 from potluck.types.params import Params
+from potluck.types.vector import Vector
 
 
 class SyncSGDConfig(BaseModel):
@@ -45,7 +45,7 @@ class SyncSGDState(State):
 
 
 @task("sync_sgd.gradient", kind="pinned", numbers=("num_tokens", "loss_sum"))  # pinned: it moves the data position
-def gradient(replica: Replica, *, theta: Tensor, num_sequences: int) -> Result:
+def gradient(replica: Replica, *, theta: Vector, num_sequences: int) -> Result:
     replica.load(theta)
     summed, loss = replica.gradient(num_sequences=num_sequences)
     return Result({"num_tokens": loss.num_tokens, "loss_sum": loss.loss_sum}, {"gradient": summed})

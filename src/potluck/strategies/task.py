@@ -1,12 +1,12 @@
 """Tasks: the half of a training method that runs on a device.
 
     @task("diloco.inner", kind="pinned")
-    def inner(replica: Replica, *, theta: Tensor, num_steps: int) -> Result: ...
+    def inner(replica: Replica, *, theta: Vector, num_steps: int) -> Result: ...
 
     inner.bind(theta=state.params, num_steps=20)      a `BoundTask`, handed to a fleet verb
 
 A function's name crosses the wire, never its code: a worker runs only functions it has installed. Arguments are
-JSON values, `Params` handles (the device sees a flat fp32 tensor), `ObjectRef`s (the device sees the tensors of that
+JSON values, `Params` handles (the device sees a flat fp32 `Vector`), `ObjectRef`s (the device sees the tensors of that
 bundle) and tensors (inline: sent with the task, never stored).
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from potluck.types.ids import Digest
 from potluck.types.params import Params
+from potluck.types.vector import Vector
 
 Kind = Literal["pure", "pinned", "session"]
 
@@ -37,13 +38,13 @@ class ObjectRef:
 class Result:
     """What a task returns: scalars (numbers, short strings) and tensors by name.
 
-    `tensors` holds at most one, of the size of the model: a flat fp32 vector in the layout's order. It is encoded with
-    the run's up-codec and travels as an object. In `inline` are tensors of any shape and number; they travel as they
-    are and are never stored.
+    `tensors` holds at most one, of the size of the model: a flat fp32 vector in the layout's order. It is read and
+    encoded with the run's up-codec after the task returned, and travels as an object. In `inline` are tensors of any
+    shape and number; they travel as they are and are never stored.
     """
 
     scalars: Mapping[str, float | int | str]
-    tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    tensors: Mapping[str, Vector | Tensor] = field(default_factory=dict[str, Vector | Tensor])
     inline: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
@@ -168,7 +169,7 @@ def handles(arguments: Mapping[str, Any]) -> tuple[Params, ...]:
 def decode_arguments(
     value: Any,
     *,
-    params: Callable[[Digest], Tensor],
+    params: Callable[[Digest], Vector],
     tensors: Callable[[Digest], Mapping[str, Tensor]],
     inline: Callable[[int], Tensor],
 ) -> Any:

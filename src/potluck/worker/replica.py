@@ -27,6 +27,7 @@ from potluck.strategies.replica import Loss, Mailbox, Step, TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.types.errors import CorruptError, DataError, ModelError, ResourceError
 from potluck.types.params import Layout
+from potluck.types.vector import Vector
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,11 @@ class TorchReplica:
 
     # What task functions call
 
-    def load(self, theta: Tensor) -> None:
+    def load(self, theta: Vector | Tensor) -> None:
         self._flat.load(theta)
 
-    def params(self) -> Tensor:
-        return self._flat.params()
+    def params(self) -> Vector:
+        return Vector.of(self._flat.vector)
 
     def batches(self) -> Iterator[Tensor]:
         for tokens in self._source:

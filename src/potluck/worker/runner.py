@@ -14,7 +14,7 @@ from torch import Tensor
 
 from potluck.clock import Clock, Executor
 from potluck.codecs.base import codec
-from potluck.codecs.bundle import Bundle, write_flat
+from potluck.codecs.bundle import Bundle, write_flat_slices
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb, upload_purpose
 from potluck.storage.digest import check_digest
@@ -25,6 +25,7 @@ from potluck.transport import objects
 from potluck.types.errors import CorruptError, PotluckError, Refused
 from potluck.types.ids import Digest
 from potluck.types.untrusted import printable
+from potluck.types.vector import Vector
 from potluck.worker.link import Link
 from potluck.worker.session import Post
 from potluck.worker.share import MachineShare
@@ -68,7 +69,6 @@ class Runner:
         self.inline_changed = asyncio.Event()
         self.posts: dict[LeaseId, Post] = {}
         self._recent: deque[tuple[Digest, ...]] = deque(maxlen=recent_leases)  # what the last leases needed
-        self._decoded: tuple[Digest, Tensor] | None = None  # the last parameters, for tasks that share them
         self._unsent: set[Digest] = set()  # results that are encoded and not yet among `results`
         self._storing = threading.Lock()  # held while a result gets its name, and while objects are collected
         self._saving = asyncio.Lock()
@@ -298,15 +298,11 @@ class Runner:
     # Values to and from bytes, in a file thread
 
     def _decode(self, value: Any, operands: Mapping[str, Tensor]) -> Any:
-        def params(digest: Digest) -> Tensor:
-            if self._decoded is None or self._decoded[0] != digest:
-                self._decoded = None  # one at a time in memory
-                self._decoded = (digest, read_params(digest))
-            return self._decoded[1]
-
-        def read_params(digest: Digest) -> Tensor:
-            with Bundle.open(self.folder.objects.path(digest)) as bundle:
-                return bundle.decode_flat("params", self.trainer.layout)
+        def params(digest: Digest) -> Vector:
+            layout = self.trainer.layout
+            bundle = Bundle.open(self.folder.objects.path(digest))
+            bundle.check_layout("params", layout)
+            return Vector(layout.numel, lambda start, stop: bundle.flat_slice("params", layout, start, stop))
 
         def tensors(digest: Digest) -> Mapping[str, Tensor]:
             with Bundle.open(self.folder.objects.path(digest)) as bundle:
@@ -320,10 +316,13 @@ class Runner:
 
         return decode_arguments(value, params=params, tensors=tensors, inline=inline)
 
-    def _encode(self, lease: pb.Lease, tensors: Mapping[str, Tensor]) -> Digest:
-        ((name, vector),) = tensors.items()
+    def _encode(self, lease: pb.Lease, tensors: Mapping[str, Vector | Tensor]) -> Digest:
+        ((name, tensor),) = tensors.items()
+        vector, layout = Vector.of(tensor), self.trainer.layout
+        if vector.numel != layout.numel:
+            raise ValueError(f"{name} has {vector.numel} elements and the model has {layout.numel}")
         path = unfinished_name(self.folder.root / "result")  # a session's results may be encoded two at a time
-        write_flat(path, name, vector, self.trainer.layout, codec(lease.up_codec or "fp32"))
+        write_flat_slices(path, name, vector.read, layout, codec(lease.up_codec or "fp32"))
         with self._storing:
             digest = self.folder.objects.adopt(path)
             self._unsent.add(digest)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from potluck.strategies.replica import TaskCancelled
+from potluck.types.vector import Vector
 
 
 class Post:
@@ -19,10 +20,12 @@ class Post:
         self._inputs: dict[int, Mapping[str, Any]] = {}
         self._arrived = threading.Condition()
         self._cancelled = False
-        self.emissions: dict[int, tuple[Mapping[str, float | int | str], Mapping[str, Tensor]]] = {}
+        self.emissions: dict[int, tuple[Mapping[str, float | int | str], Mapping[str, Vector]]] = {}
 
-    def emit(self, step: int, scalars: Mapping[str, float | int | str], tensors: Mapping[str, Tensor]) -> None:
-        self.emissions[step] = (scalars, tensors)
+    def emit(self, step: int, scalars: Mapping[str, float | int | str], tensors: Mapping[str, Vector | Tensor]) -> None:
+        # The session goes on and changes its model before this is sent.
+        copies = {name: Vector.of(Vector.of(vector).tensor()) for name, vector in tensors.items()}
+        self.emissions[step] = (scalars, copies)
         self._changed()
 
     def take(self, step: int) -> Mapping[str, Any]:

@@ -1,0 +1,59 @@
+"""Flat fp32 vectors of a model's size that need not be in memory: read slice by slice.
+
+A task's `theta` lies in a mapped file, `replica.params()` is the model itself, and `theta - replica.params()` is not
+computed before the slices of it are encoded one after another: so a device holds the model once, not four times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+slice_numel = 1 << 20
+
+
+class Vector:
+    """`read(start, stop)` gives elements as fp32 [stop - start] on the CPU, not to be written to."""
+
+    def __init__(self, numel: int, read: Callable[[int, int], Tensor]) -> None:
+        self.numel, self.read = numel, read
+
+    @staticmethod
+    def of(tensor: Tensor | Vector) -> Vector:
+        """A view of a tensor, fp32 [numel], on any device."""
+        if isinstance(tensor, Vector):
+            return tensor
+        flat = tensor.detach()
+        return Vector(flat.numel(), lambda start, stop: flat[start:stop].to("cpu", torch.float32))
+
+    def slices(self) -> Iterator[tuple[int, Tensor]]:
+        """`(start, elements)` in order."""
+        for start in range(0, self.numel, slice_numel):
+            yield start, self.read(start, min(start + slice_numel, self.numel))
+
+    def tensor(self) -> Tensor:
+        """All of it, in memory of its own."""
+        whole = torch.empty(self.numel, dtype=torch.float32)
+        for start, part in self.slices():
+            whole[start : start + len(part)] = part
+        return whole
+
+    def __add__(self, other: Vector | Tensor) -> Vector:
+        return self._with(other, torch.add)
+
+    def __sub__(self, other: Vector | Tensor) -> Vector:
+        """The difference, computed when it is read: before either of the two changes."""
+        return self._with(other, torch.sub)
+
+    def __mul__(self, factor: float) -> Vector:
+        return Vector(self.numel, lambda start, stop: self.read(start, stop) * factor)
+
+    __rmul__ = __mul__
+
+    def _with(self, other: Vector | Tensor, operation: Callable[[Tensor, Tensor], Tensor]) -> Vector:
+        second = Vector.of(other)
+        if second.numel != self.numel:
+            raise ValueError(f"vectors of {self.numel} and {second.numel} elements do not go together")
+        return Vector(self.numel, lambda start, stop: operation(self.read(start, stop), second.read(start, stop)))
