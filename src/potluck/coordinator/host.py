@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from potluck.clock import Lanes, SystemClock, ThreadExecutor
-from potluck.coordinator.admin import Admin
 from potluck.coordinator.core import Coordinator, write_metrics
 from potluck.coordinator.events import Event, OnEvent
 from potluck.coordinator.loop import train
+from potluck.coordinator.network import Network
 from potluck.coordinator.options import RESULT_FILE, HostOptions, Listening, RunResult, WorkerResult
 from potluck.coordinator.prepare import Prepared, prepare
-from potluck.coordinator.service import CoordinatorService
 from potluck.coordinator.status import snapshot
 from potluck.models.export import save_model_dir
-from potluck.storage.database import Database
 from potluck.storage.files import FolderLock, write_atomic
-from potluck.storage.members import Members
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.state import State
 from potluck.transport.grpc.descriptors import raise_limit
-from potluck.transport.grpc.server import EnrolServer, GrpcServer
-from potluck.transport.security.admission import Admission
-from potluck.transport.security.authority import Authority, ServerCertificates
-from potluck.transport.security.enroller import Enroller, local_operator
-from potluck.transport.security.link import JoinLink, parse_address
-from potluck.types.ids import WorkerId
-
-farewell_s = 3.0
-join_line_uses = 1000
-join_line_hours = 24.0 * 30
+from potluck.transport.security.link import parse_address
 
 
 async def serve(
@@ -103,7 +89,7 @@ class _Hosting:
             prepared.plan, folder, deck=prepared.deck, objects=objects, clock=self.clock, lanes=self.lanes,
             on_event=self.tell,
         )  # fmt: skip
-        network = _Network(self, run)
+        network = Network(run, address=self.options.address, port=self.options.port)
         try:
             join_line = await network.open()
             on_listening(Listening(join_line=join_line, status=partial(snapshot, run), stop=run.stop))
@@ -186,93 +172,3 @@ class _Hosting:
         await self.lanes.compute.run(write, json.dumps(result.to_json(), indent=1).encode())
         run.tell("model", f"the model is in {result.model_dir}", path=str(result.model_dir))
         return result
-
-
-class _Network:
-    """The two ports of a hosted run and who may use them."""
-
-    def __init__(self, hosting: _Hosting, run: Coordinator) -> None:
-        self._hosting, self._run = hosting, run
-        self._tell = hosting.tell_soon()
-        self._server: GrpcServer | None = None
-        self._enrol: EnrolServer | None = None
-        self._database: Database | None = None
-
-    async def open(self) -> str:
-        """Open both ports; the join line."""
-        options, clock, files = self._hosting.options, self._hosting.clock, self._hosting.lanes.ledger
-        folder, run = options.run_dir, self._run
-        name, port = parse_address(options.address) if options.address else ("127.0.0.1", 0)
-        host = "[::]" if options.address else "127.0.0.1"
-        wanted = options.port or port
-        ports = (wanted, wanted + 1) if wanted else await files.run(_known_ports, folder)
-        authority = await files.run(lambda: Authority.open(folder / "authority", now=clock.time()))
-        database = self._database = await files.run(lambda: Database(folder / "members.db", durable=True))
-        members = await files.run(Members, database)
-        certificates = ServerCertificates(authority, clock)
-        service = CoordinatorService(run)
-        server = self._server = GrpcServer(
-            check_peer=Admission(members, clock).check_peer, identity=certificates.current
-        )
-        serve_port = await server.start(service, ports[1], host)
-        enroller = Enroller(authority, members, clock, files, serve_port=serve_port, on_replaced=server.drop)
-        self._enrol = EnrolServer(enroller.handle, identity=authority.enrol_identity)
-        enrol_port = await self._enrol.start(ports[0], host)
-        await files.run(write_atomic, folder / "ports.json", json.dumps([enrol_port, serve_port]).encode())
-        run.seen = lambda id: members.seen(WorkerId(id), now=clock.time())
-        run.traffic = lambda id: server.traffic(WorkerId(id))
-        await files.run(
-            lambda: local_operator(authority, members, folder / "operator", serve_port=serve_port, now=clock.time())
-        )
-        token = await files.run(lambda: members.invite(now=clock.time(), uses=join_line_uses, hours=join_line_hours))
-        link = JoinLink(host=name, port=port or enrol_port, token=token, pin=authority.pin)
-        admin = Admin(run, members, clock, files, link=link, drop=server.drop)
-        service.unary |= {"Renew": enroller.renew, "Admin": admin.handle}
-        if options.address:
-            await files.run(self._warn_if_private, name)
-        run.tell("listening", f"join with: potluck join {link.format()}", join_line=link.format())
-        return link.format()
-
-    def _warn_if_private(self, name: str) -> None:
-        try:
-            address = ipaddress.ip_address(socket.gethostbyname(name))
-        except (OSError, ValueError):
-            self._tell(f"{name} does not resolve on this machine; it must on those that join")
-            return
-        if address.is_loopback:
-            self._tell(f"{name} is this machine's own loopback address: no other machine can join")
-        elif address.is_private:
-            self._tell(f"{name} is a private address ({address}): only machines in its network can join")
-
-    async def close(self) -> None:
-        """Let workers read that the run ended, then close the ports."""
-        clock = self._hosting.clock
-        deadline = clock.now() + farewell_s
-        while clock.now() < deadline and any(m.connected for m in self._run.roster.members.values()):
-            await clock.sleep(0.1)
-        if self._enrol is not None:
-            await self._enrol.stop()
-        if self._server is not None:
-            await self._server.stop()
-        if self._database is not None:
-            await self._hosting.lanes.ledger.run(self._database.close)
-
-
-def _known_ports(folder: Path) -> tuple[int, int]:
-    """The ports of the process before, so that its workers find this one; (0, 0), any, where they are taken."""
-    try:
-        enrol, serve = json.loads((folder / "ports.json").read_bytes())
-    except (OSError, ValueError, TypeError):
-        return 0, 0
-    pair = (int(enrol), int(serve))
-    return pair if all(map(_is_free, pair)) else (0, 0)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError):
-            return False
-        return True
