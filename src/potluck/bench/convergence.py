@@ -109,7 +109,7 @@ class Lab:
             data_access="shared", heartbeat_s=fleet.heartbeat_s,
         )  # fmt: skip
         plan = Plan(
-            spec=spec, strategy=strategy, layout=flat.layout, initial=initial, budget=Budget(tokens=tokens),
+            spec=spec, strategy=strategy, layout=flat.layout, initial=lambda: initial, budget=Budget(tokens=tokens),
             fleet=fleet, checkpoint=CheckpointConfig(every_rounds=1 << 20),
             validation=ValidationConfig(every_rounds=0), up_codec=up, down_codec=down,
         )  # fmt: skip

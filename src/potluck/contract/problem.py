@@ -147,7 +147,7 @@ class Problem:
             data_access="shared", heartbeat_s=self.fleet.heartbeat_s,
         )  # fmt: skip
         return Plan(
-            spec=spec, strategy=strategy, layout=layout, initial=flat.params(), budget=Budget(rounds=self.num_rounds),
+            spec=spec, strategy=strategy, layout=layout, initial=flat.params, budget=Budget(rounds=self.num_rounds),
             fleet=self.fleet, checkpoint=CheckpointConfig(), validation=ValidationConfig(every_rounds=0),
             up_codec=self.up_codec, down_codec=self.down_codec,
         )  # fmt: skip

@@ -37,6 +37,7 @@ from potluck.transport.connection import Traffic
 from potluck.types.errors import CorruptError, RoundFailed, RunStopped
 from potluck.types.ids import Digest
 from potluck.types.params import Layout
+from potluck.types.vector import Vector
 
 
 class CheckpointConfig(BaseModel):
@@ -72,7 +73,7 @@ class Plan:
     spec: RunSpec
     strategy: Strategy
     layout: Layout
-    initial: Tensor  # fp32 [layout.numel]
+    initial: Callable[[], Vector | Tensor]  # makes the first parameters, fp32 [layout.numel]; blocks
     budget: Budget
     fleet: FleetConfig
     checkpoint: CheckpointConfig
@@ -135,7 +136,7 @@ class Coordinator:
             facts = RunFacts(
                 seed=plan.spec.seed,
                 layout=plan.layout,
-                initial=params.create("initial", plan.initial),
+                initial=params.find("initial", plan.layout.numel) or params.create("initial", plan.initial()),
                 zeros=params.zeros("zeros", plan.layout.numel),
                 seq_len=plan.spec.seq_len,
                 inner=plan.spec.inner,

@@ -76,7 +76,6 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
     tell("building the model")
     layout = layout_of(skeleton(config))
     require_memory(layout.numel)
-    initial = initial_vector(recipe.model, config, seed=recipe.seed)
     tokenizer_object = ""
     if tokenizer_dir is not None and recipe.data.access != "shared":
         tokenizer_object = objects.put(pack_tokenizer(tokenizer_dir))
@@ -101,7 +100,7 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         spec=spec,
         strategy=strategy_type(recipe.strategy.name)(recipe.strategy.settings),
         layout=layout,
-        initial=initial,
+        initial=lambda: initial_vector(recipe.model, config, seed=recipe.seed),
         budget=recipe.budget.to_budget(),
         fleet=recipe.fleet,
         checkpoint=recipe.checkpoint,

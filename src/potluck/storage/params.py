@@ -24,6 +24,7 @@ from torch import Tensor
 from potluck.storage.files import fsync_folder, full_disk_named, remove_files, remove_unfinished, unfinished_name
 from potluck.types.errors import CorruptError, PotluckError
 from potluck.types.params import Fragment, Layout, Params, type_bytes
+from potluck.types.vector import Vector
 
 _suffix = ".f32"
 _not_in_names = re.compile(r"[^A-Za-z0-9._-]")
@@ -49,12 +50,24 @@ class ParamStore:
 
     # Making
 
-    def create(self, name: str, vector: Tensor) -> Params:
+    def create(self, name: str, vector: Vector | Tensor) -> Params:
         """A handle to a vector, fp32 [numel]."""
-        with self.writer(name, vector.numel()) as writer:
-            for start, stop in self._slices(vector.numel()):
-                writer.write(vector[start:stop])
+        given = Vector.of(vector)
+        with self.writer(name, given.numel) as writer:
+            for start, stop in self._slices(given.numel):
+                writer.write(given.read(start, stop))
         return writer.params
+
+    def find(self, name: str, numel: int) -> Params | None:
+        """The handle that `create` gave for this name and size, if its files are all here."""
+        starts = range(0, numel, self.fragment_numel)
+        sizes = (min(self.fragment_numel, numel - start) for start in starts)
+        params = Params(tuple(Fragment(f"{name}.{i:04d}", size) for i, size in enumerate(sizes)))
+        try:
+            self.check(params)
+        except CorruptError:
+            return None
+        return params
 
     def zeros(self, name: str, numel: int) -> Params:
         """A handle to zeros: files with holes, where the file system has those."""
