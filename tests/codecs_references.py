@@ -131,7 +131,7 @@ def encode_int(values: F32, levels: int, block: int, seed: int | None, *, bf16_s
         if bf16_scale:
             up = (int(scale.view(np.uint32)) + 0xFFFF) & 0xFFFF0000
             scale = np.array([min(up, int(top.view(np.uint32)) & 0xFFFF0000)], np.uint32).view(np.float32)[0]
-        exact = part / scale if scale else part * np.float32(0)
+        exact = part * (np.float32(1) / scale if scale else np.float32(0))
         if chance is None:
             whole = np.rint(exact)
         else:

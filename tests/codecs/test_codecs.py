@@ -92,7 +92,7 @@ def test_how_far_off_a_value_may_be(values: F32) -> None:
         "bf16": np.where(np.abs(wide) > top_bf16, np.abs(wide) - top_bf16, np.abs(wide) * 2.0**-8 + 2.0**-134),
         "fp16": np.abs(wide) * 2.0**-11 + max(largest * 2.0**-39, 2.0**-126),
         "fp8": np.abs(wide) * 2.0**-4 * (1 + 1e-6) + largest / 448 * 2.0**-10 * (1 + 1e-6) + 448 * tiny,
-        "int8": wide * 0 + (largest / 254 * (1 + 1e-6) if largest > 1.6e-36 else largest),
+        "int8": wide * 0 + (largest / 254 * (1 + 3e-5) if largest > 1.6e-36 else largest),
         "int4": blocks / 14 * (1 + 2.0**-7) + 7 * tiny,
         "topk(100%)": wide * 0,
     }

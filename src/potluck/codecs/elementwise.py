@@ -21,6 +21,7 @@ from potluck.types.errors import InvalidUpdate
 Values = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Buffer = npt.NDArray[Any]
+Lanes = npt.NDArray[np.float64]
 Shape = tuple[int, ...]
 Role = Literal["parameter", "update", "gradient", "activation"]
 Rounding = Literal["nearest", "stochastic"]
@@ -30,6 +31,9 @@ changes: frozenset[Role] = frozenset(("update", "gradient"))
 
 slice_numel = 1 << 16
 """Elements worked on at once: 256 KiB of fp32, which stays in a core's second-level cache."""
+
+task_numel = 1 << 19
+"""Elements that a thread takes at a time, where that needs no scratch memory."""
 
 
 no_tables: Values = np.ones((1, 1), np.float32)
@@ -91,14 +95,17 @@ class TensorCodec(ABC):
 
         def work(low: int, high: int) -> float:
             lanes = np.zeros(kernels().num_lanes)
-            scratch = np.empty(min(slice_numel, high - low), np.float32)
-            for first, last in spans(high - low):
-                part = scratch[: last - first]
-                self.decode_slice(buffers, shape, start + low + first, part)
-                kernels().sum_squares(part, lanes)
+            self._add_squares(buffers, shape, start + low, start + high, lanes)
             return math.fsum(lanes) if np.isfinite(lanes).all() else math.inf
 
-        return math.fsum(threads.spread(work, end - start, 16 * slice_numel))
+        return math.fsum(threads.spread(work, end - start, task_numel))
+
+    def _add_squares(self, buffers: Sequence[Bytes], shape: Shape, start: int, stop: int, lanes: Lanes) -> None:
+        scratch = np.empty(min(slice_numel, stop - start), np.float32)
+        for low, high in spans(stop - start):
+            part = scratch[: high - low]
+            self.decode_slice(buffers, shape, start + low, part)
+            kernels().sum_squares(part, lanes)
 
     def decode_slice(self, buffers: Sequence[Bytes], shape: Shape, start: int, out: Values) -> None:
         """`decode` of a small slice, on this thread."""
@@ -120,7 +127,7 @@ class Dense(TensorCodec):
     """A codec of which an element is decoded from its own bits and those of its block."""
 
     kind: ClassVar[str]
-    """`decode_KIND` and `add_KIND` of `kernels` are its loops."""
+    """`decode_KIND`, `add_KIND` and `squares_KIND` of `kernels` are its loops."""
     per: ClassVar[int] = 1
     """Elements in one item of the codes."""
 
@@ -163,7 +170,7 @@ class Dense(TensorCodec):
                 self._fold("add", buffers, shape, low, values[low:high], -1.0)
             return is_finite
 
-        size = whole_blocks(slice_numel, self.block(shape))
+        size = whole_blocks(slice_numel if leave_residual else task_numel, self.block(shape))
         if not (self.prepare(seen, buffers, shape) and all(threads.spread(work, len(values), size))):
             raise refuse_not_finite(self.name)
         return buffers
@@ -173,6 +180,12 @@ class Dense(TensorCodec):
 
     def accumulate(self, buffers: Sequence[Bytes], shape: Shape, start: int, into: Values, weight: float) -> None:
         self._spread("add", buffers, shape, start, into, weight)
+
+    def _add_squares(self, buffers: Sequence[Bytes], shape: Shape, start: int, stop: int, lanes: Lanes) -> None:
+        block = self.block(shape)
+        codes, tables = self.parts(self._typed(buffers, shape), start // block, -(-stop // block))
+        loop: Callable[..., None] = getattr(kernels(), f"squares_{self.kind}")
+        loop(frozen(codes), frozen(tables), block, start, stop, lanes)
 
     def decode_slice(self, buffers: Sequence[Bytes], shape: Shape, start: int, out: Values) -> None:
         self._fold("decode", self._typed(buffers, shape), shape, start, out, 1.0)
@@ -192,7 +205,7 @@ class Dense(TensorCodec):
     def _spread(self, how: str, buffers: Sequence[Bytes], shape: Shape, start: int, out: Values, weight: float) -> None:
         typed = self._typed(buffers, shape)
         threads.spread(
-            lambda low, high: self._fold(how, typed, shape, start + low, out[low:high], weight), len(out), slice_numel
+            lambda low, high: self._fold(how, typed, shape, start + low, out[low:high], weight), len(out), task_numel
         )
 
     def _fold(self, how: str, buffers: Sequence[Buffer], shape: Shape, start: int, out: Values, weight: float) -> None:

@@ -1,8 +1,8 @@
-"""int8 by block: q = round(x / s) with s = max |x| / 127 over each block of 4096; 25.03 % of fp32.
+"""int8 by block: q = round(x (1 / s)) with s = max |x| / 127 over each block of 4096; 25.03 % of fp32.
 
-Buffers: the scales, fp32 [blocks], then q, int8 [numel]. The error is at most s/2, or s where rounding is at random. A
-block whose largest value is below 127 times the smallest normal fp32 (1.5e-36) counts as zero, so that no machine's
-treatment of denormal numbers shows in the bytes.
+Buffers: the scales, fp32 [blocks], then q, int8 [numel]. The error is at most s/2 (and s/65536, as 1/s is rounded), or
+s where rounding is at random. A block whose largest value is below 127 times the smallest normal fp32 (1.5e-36) counts
+as zero, so that no machine's treatment of denormal numbers shows in the bytes.
 """
 
 from __future__ import annotations
