@@ -3,7 +3,7 @@
     topk(1.5625%): k = 64; with 2-bit values (64 * 14) / (4096 * 32) of fp32, which is 1/146
 
 A chunk is 64 x 64 of a matrix whose dimensions allow it, else 4096 values in a row; the last one of n < 4096 keeps
-ceil(k n / 4096). As in SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706), section 3. Of values of equal size the
+ceil(k n / 4096). The chunks are those of SparseLoCo (2025). Of values of equal size the
 earlier is kept. Buffers: positions in their chunk, ascending, two to three bytes; then the kept values in a codec of
 their own, which sees them as one vector.
 """
