@@ -18,6 +18,7 @@ from potluck.codecs.bundle import (
     write_flat_slices,
     write_tensors,
 )
+from potluck.codecs.elementwise import noise_key
 from potluck.codecs.header import item_bytes
 from potluck.types.errors import CorruptError, InvalidUpdate, ResourceError
 from potluck.types.params import Layout
@@ -102,21 +103,24 @@ def test_a_mapped_tensor_outlives_its_bundle_and_is_a_private_copy(tmp_path: Pat
 
 @names
 def test_a_flat_vector_comes_back_as_its_codec_has_it(name: str, tmp_path: Path) -> None:
-    size = write_flat(tmp_path / "flat", "delta", vector(), layout, codec(name))
-    assert size == flat_size("delta", layout, codec(name)) == (tmp_path / "flat").stat().st_size
+    size = write_flat(tmp_path / "flat", "delta", vector(), layout, codec(name), seed=5)
+    assert size == (tmp_path / "flat").stat().st_size
+    most = flat_size("delta", layout, codec(name))
+    assert size == most if codec(name).is_sized else size < most
     with Bundle.open(tmp_path / "flat") as bundle:
         decoded = bundle.decode_flat("delta", layout)
         for tensor in layout:
             values = vector()[tensor.offset : tensor.stop].numpy()
             expected = np.empty(tensor.numel, np.float32)
-            buffers = [b.reshape(-1).view(np.uint8) for b in codec(name).encode(values, tensor.shape)]
+            key = noise_key(5, tensor.offset)
+            buffers = [b.reshape(-1).view(np.uint8) for b in codec(name).encode(values, tensor.shape, seed=key)]
             codec(name).decode(buffers, tensor.shape, 0, expected)
             assert decoded[tensor.offset : tensor.stop].numpy().tobytes() == expected.tobytes()
             assert torch.equal(bundle.tensor(f"delta/{tensor.name}"), torch.from_numpy(expected).reshape(tensor.shape))
         assert bundle.check_flat("delta", layout) == pytest.approx(float(decoded.double().norm()), rel=1e-12)
 
 
-@names
+@pytest.mark.parametrize("name", [name for name in codec_names() if codec(name).is_sized])
 def test_the_size_does_not_depend_on_values(name: str, tmp_path: Path) -> None:
     sizes = {write_flat(tmp_path / "flat", "p", vector() * x, layout, codec(name)) for x in (0.0, 1e-30, 1.0, 1e30)}
     assert sizes == {flat_size("p", layout, codec(name))}

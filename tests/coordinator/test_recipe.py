@@ -142,6 +142,8 @@ def test_overrides_that_cannot_be(tmp_path: Path, override: str, parts: list[str
         ("data.tokenizer.vocab=300", ["data.tokenizer.vocab is not a key"]),
         ("optimiser.lr=1", ["optimiser is not a key"]),
         ("strategy.name=dilocco", ["dilocco", "'diloco'"]),
+        ("codec.down=2bit", ["codec.down", "'2bit' loses too much for parameters"]),
+        ("codec.down=powersgd(4)", ["codec.down", "must; use 'int8'"]),
         ("codec.up=int9", ["codec.up", "'int9' is not a codec", "'int8'"]),
     ],
 )

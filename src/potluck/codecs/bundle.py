@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -21,23 +21,34 @@ import torch
 from torch import Tensor
 
 from potluck.codecs.base import Codec, codec
-from potluck.codecs.elementwise import Bytes, Values, slice_numel, spans
+from potluck.codecs.elementwise import Bytes, Shape, Values, noise_key
 from potluck.codecs.header import (
     PREFIX,
     RAW,
     Entry,
     Header,
+    aligned,
     header_bytes,
     item_bytes,
     make_header,
     read_header,
 )
+from potluck.codecs.lossless import segment_bytes
+from potluck.codecs.policy import CodecPolicy
 from potluck.types.disk import full_disk_named
 from potluck.types.errors import CorruptError, InvalidUpdate
-from potluck.types.params import Layout, TensorSpec
+from potluck.types.params import Layout, TensorSpec, type_bytes
 
 _torch_types: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in item_bytes}
 _type_names: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _torch_types.items()}
+
+Chosen = Codec | CodecPolicy
+"""One codec for every tensor, or a choice for each."""
+Row = tuple[str, str, Shape, str]
+"""Name, dtype, shape and codec of a tensor."""
+
+most_unpacked = 64
+"""Bytes that one byte of a losslessly packed tensor may become where no layout says how large the tensor is."""
 
 
 # Writing
@@ -45,13 +56,12 @@ _type_names: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _torch_
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
     """Write tensors as they are; the bytes of the file. TypeError for a dtype that bundles do not carry."""
-    header = _raw_header(tensors)
-    return _write(path, header, (_raw_bytes(tensor) for tensor in tensors.values()))
+    return _write(path, _raw_rows(tensors), ([_raw_bytes(tensor)] for tensor in tensors.values()), True)
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
     """The bundle that `write_tensors` writes, as bytes."""
-    header = _raw_header(tensors)
+    header = make_header(_raw_rows(tensors))
     packed = bytearray(header.total_bytes)
     packed[: len(header.data)] = header.data
     for entry, tensor in zip(header.entries, tensors.values(), strict=True):
@@ -61,67 +71,128 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
     return bytes(packed)
 
 
-def write_flat(path: Path, name: str, vector: Tensor, layout: Layout, codec: Codec) -> int:
-    """Write a flat vector, fp32 [layout.numel], on any device; the bytes of the file. InvalidUpdate if not finite."""
+def write_flat(
+    path: Path, name: str, vector: Tensor, layout: Layout, codec: Chosen, *, seed: int = 0,
+    residual: Tensor | None = None,
+) -> int:  # fmt: skip
+    """Write a flat vector, fp32 [layout.numel], on any device; the bytes of the file. InvalidUpdate if not finite.
+
+    `residual`, fp32 [layout.numel] on the CPU, receives the vector minus what a reader decodes; it may be the vector
+    itself. After InvalidUpdate it holds anything.
+    """
     if vector.shape != (layout.numel,):
         raise ValueError(f"{name} has shape {list(vector.shape)} and the layout has {layout.numel} elements")
-    return write_flat_slices(path, name, lambda start, stop: vector[start:stop], layout, codec)
+    return write_flat_slices(
+        path, name, lambda start, stop: vector[start:stop], layout, codec, seed=seed, residual=residual
+    )
 
 
-def write_flat_slices(path: Path, name: str, read: Callable[[int, int], Tensor], layout: Layout, codec: Codec) -> int:
+def write_flat_slices(
+    path: Path, name: str, read: Callable[[int, int], Tensor], layout: Layout, codec: Chosen, *, seed: int = 0,
+    residual: Tensor | None = None,
+) -> int:  # fmt: skip
     """`write_flat` of a vector that is nowhere whole: `read(start, stop)` gives one tensor's elements at a time."""
+    if residual is not None and (residual.shape != (layout.numel,) or residual.dtype != torch.float32):
+        raise ValueError(f"the residual of {name} is not fp32 [{layout.numel}]")
+    chosen = [(tensor, _codec_for(codec, tensor)) for tensor in layout]
+    arena = _Arena(chosen)
 
-    def encoded() -> Iterator[npt.NDArray[np.generic]]:
-        for tensor in layout:
-            values = read(tensor.offset, tensor.stop).detach().to("cpu", torch.float32).contiguous().numpy()
+    def encoded() -> Iterator[Sequence[npt.NDArray[np.generic]]]:
+        for tensor, its in chosen:
+            values = read(tensor.offset, tensor.stop).detach().to("cpu", torch.float32).contiguous()
+            out, key = arena.buffers(its, tensor.shape), noise_key(seed, tensor.offset)
             try:
-                yield from codec.encode(values, tensor.shape)
+                if residual is None:
+                    yield its.encode(values.numpy(), tensor.shape, seed=key, out=out)
+                else:
+                    rest = residual[tensor.offset : tensor.stop]
+                    if rest.data_ptr() != values.data_ptr():
+                        rest.copy_(values)
+                    yield its.encode_residual(rest.numpy(), tensor.shape, seed=key, out=out)
             except InvalidUpdate as error:
                 raise InvalidUpdate(f"{name}/{tensor.name} {error}") from error
 
-    return _write(path, _flat_header(name, layout, codec), encoded())
+    return _write(path, _rows(name, chosen), encoded(), all(its.is_sized for _, its in chosen))
 
 
-def flat_size(name: str, layout: Layout, codec: Codec) -> int:
-    """The bytes that `write_flat` writes: known from the layout alone."""
-    return _flat_header(name, layout, codec).total_bytes
+def flat_size(name: str, layout: Layout, codec: Chosen) -> int:
+    """The bytes that `write_flat` writes, known from the layout alone; the most of them with a lossless stage."""
+    return make_header(_rows(name, [(tensor, _codec_for(codec, tensor)) for tensor in layout])).total_bytes
 
 
-def _flat_header(name: str, layout: Layout, codec: Codec) -> Header:
-    return make_header((f"{name}/{t.name}", "float32", t.shape, codec.name) for t in layout)
+def _codec_for(codec: Chosen, tensor: TensorSpec) -> Codec:
+    return codec.choose(tensor.name, tensor.shape) if isinstance(codec, CodecPolicy) else codec
 
 
-def _raw_header(tensors: Mapping[str, Tensor]) -> Header:
+def _rows(name: str, chosen: Sequence[tuple[TensorSpec, Codec]]) -> list[Row]:
+    return [(f"{name}/{t.name}", "float32", t.shape, its.name) for t, its in chosen]
+
+
+class _Arena:
+    """Memory for the buffers of one tensor after the other: its pages are fetched once, for the largest."""
+
+    def __init__(self, chosen: Sequence[tuple[TensorSpec, Codec]]) -> None:
+        sizes = [
+            sum(map(aligned, its.buffer_sizes(t.shape))) for t, its in chosen if its.is_sized and its.name != "fp32"
+        ]
+        self._memory = np.empty(max(sizes, default=0), np.uint8)
+
+    def buffers(self, codec: Codec, shape: Shape) -> list[npt.NDArray[np.generic]] | None:
+        """Uninitialised buffers of the codec's types; None if it makes its own."""
+        if not codec.is_sized or codec.name == "fp32":
+            return None
+        found: list[npt.NDArray[np.generic]] = []
+        start = 0
+        for (dtype, _), size in zip(codec.buffer_types(shape), codec.buffer_sizes(shape), strict=True):
+            found.append(self._memory[start : start + size].view(dtype))
+            start += aligned(size)
+        return found
+
+
+def _raw_rows(tensors: Mapping[str, Tensor]) -> list[Row]:
     for name, tensor in tensors.items():
         if tensor.dtype not in _type_names:
             raise TypeError(f"tensor {name} is {tensor.dtype}; bundles carry {', '.join(item_bytes)}")
-    return make_header((name, _type_names[t.dtype], tuple(t.shape), RAW) for name, t in tensors.items())
+    return [(name, _type_names[t.dtype], tuple(t.shape), RAW) for name, t in tensors.items()]
 
 
 def _raw_bytes(tensor: Tensor) -> Bytes:
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _write(path: Path, header: Header, buffers: Iterable[npt.NDArray[np.generic]]) -> int:
-    """Write the header, then each buffer at its place. What was written of a failed bundle is removed."""
+def _write(path: Path, rows: Sequence[Row], buffers: Iterable[Sequence[npt.NDArray[np.generic]]], sized: bool) -> int:
+    """Write the header, then each tensor's buffers at their places. What was written of a failed bundle is removed.
+
+    If sizes are known only afterwards, the header is written again over the one that has the largest.
+    """
+    header = make_header(rows)
     try:
         with full_disk_named(path, header.total_bytes), path.open("wb") as file:
             file.write(header.data)
-            _write_buffers(file, header, buffers)
+            sizes = _write_buffers(file, buffers)
+            if sized:
+                assert sizes == [[size for _, size in e.buffers] for e in header.entries], "a codec gave other sizes"
+            else:
+                header = make_header(rows, sizes=sizes, least_bytes=len(header.data))
+                file.seek(0)
+                file.write(header.data)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     return header.total_bytes
 
 
-def _write_buffers(file: BinaryIO, header: Header, buffers: Iterable[npt.NDArray[np.generic]]) -> None:
+def _write_buffers(file: BinaryIO, tensors: Iterable[Sequence[npt.NDArray[np.generic]]]) -> list[list[int]]:
+    """The sizes of the buffers written."""
     stop = 0
-    places = (place for entry in header.entries for place in entry.buffers)
-    for (offset, size), buffer in zip(places, buffers, strict=True):
-        assert buffer.nbytes == size, f"a codec gave {buffer.nbytes} bytes where it said {size}"
-        file.write(bytes(offset - stop))
-        file.write(buffer.reshape(-1).view(np.uint8).data)
-        stop = offset + size
+    sizes: list[list[int]] = []
+    for buffers in tensors:
+        sizes.append([buffer.nbytes for buffer in buffers])
+        for buffer in buffers:
+            file.write(bytes(aligned(stop) - stop))
+            file.write(buffer.reshape(-1).view(np.uint8).data)
+            stop = aligned(stop) + buffer.nbytes
+    return sizes
 
 
 # Reading
@@ -200,25 +271,23 @@ class Bundle:
         out: Values = vector.numpy()
         for tensor in layout:
             entry = self.entries[f"{name}/{tensor.name}"]
-            _decode(entry, self._buffers(entry), out[tensor.offset : tensor.stop])
+            _codec_of(entry).decode(self._buffers(entry), entry.shape, 0, out[tensor.offset : tensor.stop])
         return vector
 
     def check_flat(self, name: str, layout: Layout) -> float:
         """The L2 norm of the flat vector `name`, summed in fp64. InvalidUpdate if not of this layout or not finite."""
         if problem := self._mismatch(name, layout):
             raise InvalidUpdate(problem)
-        scratch = np.empty(slice_numel, np.float32)
         total = 0.0
         for tensor in layout:
             entry = self.entries[f"{name}/{tensor.name}"]
-            buffers, decode = self._buffers(entry), _codec_of(entry).decode
-            for low, high in spans(entry.numel):
-                part = scratch[: high - low]
-                decode(buffers, entry.shape, low, part)
-                square = float(np.square(part, dtype=np.float64).sum())
-                if not math.isfinite(square):  # fp32 squares fit fp64, so a value was not finite
-                    raise InvalidUpdate(f"{entry.name} holds NaN or infinity; start again from the last good model")
-                total += square
+            try:
+                square = _codec_of(entry).sum_squares(self._buffers(entry), entry.shape)
+            except CorruptError as error:
+                raise InvalidUpdate(f"{entry.name}: {error}") from error
+            if not math.isfinite(square):  # fp32 squares fit fp64, so a value was not finite
+                raise InvalidUpdate(f"{entry.name} holds NaN or infinity; start again from the last good model")
+            total += square
         return math.sqrt(total)
 
     def flat_slice(self, name: str, layout: Layout, start: int, stop: int) -> Tensor:
@@ -227,10 +296,8 @@ class Bundle:
         out: Values = vector.numpy()
         for tensor, low, high in layout.overlapping(start, stop):
             entry = self._entry_of(name, tensor)
-            first = low - tensor.offset
-            for begin, end in spans(high - low):
-                part = out[low - start + begin : low - start + end]
-                _codec_of(entry).decode(self._buffers(entry), entry.shape, first + begin, part)
+            part = out[low - start : high - start]
+            _codec_of(entry).decode(self._buffers(entry), entry.shape, low - tensor.offset, part)
         return vector
 
     def accumulate(self, name: str, layout: Layout, into: Tensor, start: int, weight: float) -> None:
@@ -281,19 +348,16 @@ def _buffers_of(entry: Entry, found: Bytes, start: int) -> list[Bytes]:
     return [found[start + offset : start + offset + size] for offset, size in entry.buffers]
 
 
-def _decode(entry: Entry, buffers: list[Bytes], out: Values) -> None:
-    """Slice by slice, so that what a codec needs besides stays small and in the cache."""
-    decode = _codec_of(entry).decode
-    for low, high in spans(len(out)):
-        decode(buffers, entry.shape, low, out[low:high])
-
-
 def _decoded(entry: Entry, buffers: list[Bytes]) -> Tensor:
     if not entry.numel:
         return torch.empty(entry.shape, dtype=_torch_types[entry.dtype])
     if entry.codec == RAW:
         whole = torch.from_numpy(buffers[0].copy())
         return whole.view(_torch_types[entry.dtype]).reshape(entry.shape)
+    its = _codec_of(entry)
+    held = sum(len(b) for b in buffers)
+    if not its.is_sized and type_bytes * entry.numel > most_unpacked * held + segment_bytes:
+        raise CorruptError(f"{entry.name} has {held} bytes and claims {entry.numel} elements, which is not believed")
     out = torch.empty(entry.numel, dtype=torch.float32)
-    _decode(entry, buffers, out.numpy())
+    its.decode(buffers, entry.shape, 0, out.numpy())
     return out.reshape(entry.shape)

@@ -5,22 +5,51 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from potluck.codecs.elementwise import Bytes, Elementwise, Shape, Values, numel_of, refuse_not_finite, spans
+from potluck.codecs import threads
+from potluck.codecs.elementwise import (
+    Buffer,
+    Dense,
+    Shape,
+    Values,
+    as_bits,
+    kernels,
+    no_tables,
+    numel_of,
+    refuse_not_finite,
+    slice_numel,
+)
 
 
-class Fp32(Elementwise):
-    name = "fp32"
+class Fp32(Dense):
+    name = kind = "fp32"
 
-    def buffer_sizes(self, shape: Shape) -> tuple[int, ...]:
-        return (4 * numel_of(shape),)
+    def buffer_types(self, shape: Shape) -> tuple[tuple[str, int], ...]:
+        return (("float32", numel_of(shape)),)
 
-    def encode(self, values: Values, shape: Shape) -> tuple[npt.NDArray[np.generic], ...]:
-        for low, high in spans(len(values)):
-            if not np.isfinite(values[low:high]).all():
-                raise refuse_not_finite(self.name)
+    def encode(
+        self, values: Values, shape: Shape, *, seed: int = 0, out: Sequence[Buffer] | None = None
+    ) -> tuple[Buffer, ...]:
+        """The values themselves, not a copy."""
+        is_finite = threads.spread(lambda low, high: is_all_finite(values[low:high]), len(values), slice_numel)
+        if not all(is_finite):
+            raise refuse_not_finite(self.name)
         return (values,)
 
-    def decode(self, buffers: Sequence[Bytes], shape: Shape, start: int, out: Values) -> None:
-        out[:] = buffers[0].view(np.float32)[start : start + len(out)]
+    def encode_residual(
+        self, values: Values, shape: Shape, *, seed: int = 0, out: Sequence[Buffer] | None = None
+    ) -> tuple[Buffer, ...]:
+        buffers = self.encode(values.copy(), shape)
+        values[:] = 0
+        return buffers
+
+    def encode_slice(self, values: Values, buffers: Sequence[Buffer], start: int, shape: Shape, key: int) -> bool:
+        buffers[0][start : start + len(values)] = values
+        return is_all_finite(values)
+
+    def parts(self, buffers: Sequence[Buffer], first: int, last: int) -> tuple[Buffer, Buffer]:
+        return buffers[0], no_tables
+
+
+def is_all_finite(values: Values) -> bool:
+    return bool(kernels().largest_bits(as_bits(values)) < np.int32(0x7F800000))

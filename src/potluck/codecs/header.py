@@ -6,7 +6,8 @@ The header is `{"tensors": [[name, dtype, shape, codec, [[offset, bytes], ...]],
 offsets from the end of the header. Buffers follow each other in the order of the header, with zeros between them, and
 the last one ends the file: so no two overlap and nothing hides between them. The codec is "raw" for a tensor that is
 kept as it is, in its dtype; any other is a name of `codecs.base` and its tensor is fp32. Nothing in the header depends
-on values, so the size of a bundle is known before its content.
+on values, so the size of a bundle is known before its content; but for codecs with a lossless stage, whose buffers are
+at most as large as their shape says.
 """
 
 from __future__ import annotations
@@ -75,19 +76,27 @@ def sizes_of(dtype: str, shape: Shape, codec_name: str) -> tuple[int, ...]:
     return codec(codec_name).buffer_sizes(shape)
 
 
-def make_header(tensors: Iterable[tuple[str, str, Shape, str]]) -> Header:
-    """The header of a bundle of `(name, dtype, shape, codec)`."""
+def make_header(
+    tensors: Iterable[tuple[str, str, Shape, str]],
+    *,
+    sizes: Sequence[Sequence[int]] | None = None,
+    least_bytes: int = 0,
+) -> Header:
+    """The header of a bundle of `(name, dtype, shape, codec)`, `least_bytes` long or longer.
+
+    `sizes` are those of each tensor's buffers; without them they are what the codecs say, which is the most.
+    """
     entries: list[Entry] = []
     stop = 0
-    for name, dtype, shape, codec_name in tensors:
+    for number, (name, dtype, shape, codec_name) in enumerate(tensors):
         buffers: list[tuple[int, int]] = []
-        for size in sizes_of(dtype, shape, codec_name):
+        for size in sizes_of(dtype, shape, codec_name) if sizes is None else sizes[number]:
             buffers.append((aligned(stop), size))
             stop = aligned(stop) + size
         entries.append(Entry(name, dtype, shape, codec_name, tuple(buffers)))
     rows = [[e.name, e.dtype, e.shape, e.codec, e.buffers] for e in entries]
     text = json.dumps({"tensors": rows}, separators=(",", ":")).encode()
-    text = text.ljust(aligned(PREFIX.size + len(text)) - PREFIX.size)
+    text = text.ljust(max(aligned(PREFIX.size + len(text)), least_bytes) - PREFIX.size)
     if len(text) > MAX_HEADER_BYTES or len(entries) > MAX_TENSORS:
         raise ValueError(
             f"a bundle of {len(entries)} tensors needs a header of {len(text)} bytes; "
@@ -169,8 +178,11 @@ def _entry(row: Any, what: str) -> Entry:
                 placed.append((offset, size))
             case _:
                 raise CorruptError(f"{what} has a buffer of {name} without offset and size")
-    if tuple(size for _, size in placed) != sizes:
-        raise CorruptError(
-            f"{what} has buffers of {[s for _, s in placed]} bytes for {name}, which takes {list(sizes)}"
-        )
+    found = tuple(size for _, size in placed)
+    if found != sizes and (codec_name == RAW or codec(codec_name).is_sized or not _are_within(found, sizes)):
+        raise CorruptError(f"{what} has buffers of {list(found)} bytes for {name}, which takes {list(sizes)}")
     return Entry(name, dtype, tuple(shape), codec_name, tuple(placed))
+
+
+def _are_within(found: Sequence[int], most: Sequence[int]) -> bool:
+    return len(found) == len(most) and all(0 <= size <= limit for size, limit in zip(found, most, strict=True))

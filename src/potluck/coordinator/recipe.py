@@ -13,9 +13,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from potluck.codecs.base import codec, codec_names
+from potluck.codecs.spec import parse_spec
 from potluck.coordinator.core import CheckpointConfig, ValidationConfig
 from potluck.coordinator.faults import nearest, sentence
 from potluck.coordinator.shipped import shipped
@@ -53,6 +63,7 @@ class BudgetConfig(BaseModel):
 
 
 _known_codecs = ", ".join(f"`{name}`" for name in codec_names())
+_down_codecs = ", ".join(f"`{name}`" for name in codec_names() if "parameter" in codec(name).roles)
 
 
 class CodecConfig(BaseModel):
@@ -61,13 +72,14 @@ class CodecConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     up: str = Field(default="fp32", description=f"updates, from a worker to the coordinator: {_known_codecs}")
-    down: str = Field(default="fp32", description="parameters, from the coordinator to the workers: the same choice")
+    down: str = Field(default="fp32", description=f"parameters, from the coordinator to the workers: {_down_codecs}")
 
     @field_validator("up", "down")
     @classmethod
-    def _known(cls, name: str) -> str:
+    def _fit(cls, name: str, info: ValidationInfo) -> str:
         try:
             codec(name)
+            parse_spec(name, "update" if info.field_name == "up" else "parameter")
         except RecipeError as error:
             raise ValueError(str(error)) from error
         return name
