@@ -18,7 +18,7 @@ def profile_machine(*, device: str, num_threads: int, state_dir: Path, refresh: 
     """What a worker with these options would report. ResourceError if the device is not here. Blocks."""
     described = describe(choose_device(device), num_threads or None)
     console = Console(stderr=True, highlight=False)
-    return measured(described, state_dir, now=time.time(), refresh=refresh, told=console.print)
+    return measured(described, state_dir, now=time.time(), num_threads=num_threads, refresh=refresh, told=console.print)
 
 
 def profile_text(profile: DeviceProfile, width: int = 100) -> str:

@@ -105,8 +105,9 @@ class _Joining:
             free = min(profile.free_memory_bytes, options.max_memory_bytes or profile.free_memory_bytes)
             profile = replace(profile, free_memory_bytes=free, duty=duty(options.hours))
             return measured(
-                profile, options.state_dir, now=self.clock.time(), told=lambda text: _later(loop, self.say, text)
-            )
+                profile, options.state_dir, now=self.clock.time(), num_threads=options.num_threads,
+                told=lambda text: _later(loop, self.say, text),
+            )  # fmt: skip
 
         return await self.compute.run(look)
 

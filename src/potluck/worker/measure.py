@@ -51,14 +51,19 @@ def measured(
     folder: Path,
     *,
     now: float,
+    num_threads: int = 0,
     codecs: Sequence[str] = usual_codecs,
     refresh: bool = False,
     told: Callable[[str], None] = lambda _: None,
 ) -> DeviceProfile:
     """The profile with its speeds: those kept in `folder`, measured now where they are missing, old or unwanted.
 
-    Blocks. Run it in the thread that will compute: threads of torch are set for the calling one.
+    `num_threads` as a replica has it: 0 for what torch takes by itself. Blocks. Run it in the thread that will
+    compute: torch sets them for the calling one.
     """
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    profile = replace(profile, num_threads=torch.get_num_threads())
     path = folder / "speeds.json"
     kept = None if refresh else _kept(path, profile, now)
     if kept is None:
@@ -66,7 +71,6 @@ def measured(
     missing = [name for name in codecs if kept is None or kept.codec(name) is None]
     if kept is not None and not missing:
         return replace(profile, speeds=kept)
-    torch.set_num_threads(profile.num_threads)
     speeds = measure(profile, folder, now=now) if kept is None else kept
     speeds = replace(speeds, codecs=(*speeds.codecs, *map(_codec_speed, missing)))
     measured_profile = replace(profile, speeds=speeds)
@@ -217,7 +221,7 @@ def _disk(folder: Path) -> float:
     times: list[float] = []
     try:
         with path.open("wb", buffering=0) as file:
-            while len(times) < _disk_parts and sum(times) < 2 * piece_s:
+            while not times or (len(times) < _disk_parts and sum(times) < 2 * piece_s):
                 begun = time.perf_counter()
                 file.write(part)
                 os.fsync(file.fileno())
