@@ -17,7 +17,7 @@ def worker(id: str, **changes: Any) -> dict[str, Any]:
     return {
         "id": id, "device": "cpu", "device_name": "", "precision": "fp32", "connected": True, "state": "training",
         "reason": "", "tokens_per_s": 1234.4, "step": 7, "tokens": 56_000, "rounds": 1, "bytes_up": 1_500_000,
-        "bytes_down": 2_500_000, "note": "", **changes,
+        "bytes_down": 2_500_000, "up_bytes_per_s": 1.5e6, "down_bytes_per_s": 11.9e6, "note": "", **changes,
     }  # fmt: skip
 
 
@@ -41,8 +41,8 @@ def test_the_picture_has_run_and_workers() -> None:
     assert first[0] == "mine (diloco)"
     assert first[2:] == ["49%", "round 13, 2 of 2 workers connected"]
     assert facts == ["round 12", "983 k tokens", "loss 3.2109", "validation 3.4000", "2 min 05 s left"]
-    assert header == ["worker", "device", "precision", "state", "tokens/s", "tokens", "up", "down"]
-    assert anna == ["anna", "cpu", "fp32", "training, step 7", "1,234", "56.0 k", "1.50 MB", "2.50 MB"]
+    assert header == ["worker", "device", "precision", "state", "tokens/s", "tokens", "up", "down", "Mbit/s"]
+    assert anna == ["anna", "cpu", "fp32", "training, step 7", "1,234", "56.0 k", "1.50 MB", "2.50 MB", "12 / 95.2"]
     assert bert[:3] == ["bert", "cuda:0", "bf16-mixed"]
 
 

@@ -105,10 +105,26 @@ def test_activations_grow_with_tokens_and_logits_are_bounded() -> None:
 
 def test_dimensions_are_read_under_their_family_names() -> None:
     assert ModelDims.of(gpt2(), 5) == ModelDims(
-        num_params=5, num_layers=2, hidden_dim=32, ff_dim=128, vocab_size=64, is_gated=False
+        num_params=5,
+        num_layers=2,
+        hidden_dim=32,
+        ff_dim=128,
+        vocab_size=64,
+        is_gated=False,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
     )
     assert ModelDims.of(llama(), 5) == ModelDims(
-        num_params=5, num_layers=2, hidden_dim=32, ff_dim=48, vocab_size=64, is_gated=True
+        num_params=5,
+        num_layers=2,
+        hidden_dim=32,
+        ff_dim=48,
+        vocab_size=64,
+        is_gated=True,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
     )
 
 

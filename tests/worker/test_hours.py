@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from potluck.worker.join import seconds_until_closed, seconds_until_open
+from potluck.worker.join import duty, seconds_until_closed, seconds_until_open
 
 
 def at(hour: int, minute: int = 0) -> float:
@@ -25,3 +25,9 @@ def at(hour: int, minute: int = 0) -> float:
 def test_the_owner_s_hours(hours: tuple[int, int] | None, now: float, opens_s: float, closes_s: float | None) -> None:
     assert seconds_until_open(hours, now) == opens_s
     assert seconds_until_closed(hours, now) == closes_s
+
+
+def test_the_share_of_the_day_that_is_left_to_the_run() -> None:
+    assert duty(None) == duty((0, 0)) == duty((5, 5)) == 1.0
+    assert duty((9, 17)) == 8 / 24
+    assert duty((22, 7)) == 9 / 24

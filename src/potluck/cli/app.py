@@ -163,6 +163,28 @@ def join(
 
 
 @app.command()
+def profile(
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda:N or mps.")] = "auto",
+    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 for all cores.")] = 0,
+    state: Annotated[
+        Path | None, typer.Option("--state", help="A worker's folder, which keeps it. [default: ~/.potluck/worker]")
+    ] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again what was measured before.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine as a worker does when it joins."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in `join`
+    from potluck.cli.profiling import profile_machine, profile_text
+
+    folder = state or Path.home() / ".potluck" / "worker"
+    found = profile_machine(device=device, num_threads=threads, state_dir=folder, refresh=refresh)
+    if as_json:
+        put_json(found.to_json())
+    else:
+        print(profile_text(found), end="")
+
+
+@app.command()
 def invite(
     name: Annotated[str, typer.Argument(help="Who is invited: the member's name.")],
     run_name: OfRun = None,

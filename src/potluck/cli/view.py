@@ -74,7 +74,7 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column("device", no_wrap=True)
     table.add_column("precision", no_wrap=True)
     table.add_column("state", ratio=1)
-    for name in ("tokens/s", "tokens", "up", "down"):
+    for name in ("tokens/s", "tokens", "up", "down", "Mbit/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for worker in workers:
         style = "" if worker["connected"] and not worker.get("reason") else "yellow"
@@ -87,8 +87,15 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> Table:
             format_count(worker["tokens"]),
             format_bytes(worker["bytes_up"]),
             format_bytes(worker["bytes_down"]),
+            _rates(worker),
         )
     return table
+
+
+def _rates(worker: Mapping[str, Any]) -> str:
+    """Of the link, up / down, as far as transfers have shown it."""
+    rates = [worker.get(f"{way}_bytes_per_s", 0.0) * 8 / 1e6 for way in ("up", "down")]
+    return " / ".join(f"{rate:.3g}" if 0 < rate < 999.5 else f"{rate:.0f}" if rate else "-" for rate in rates)
 
 
 def _state(worker: Mapping[str, Any]) -> str:

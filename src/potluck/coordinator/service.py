@@ -21,7 +21,6 @@ from potluck.types.errors import ConnectionLost, CorruptError, Refused, Resource
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.profile import DeviceProfile
 
-MAX_PROFILE_BYTES = 65536
 MAX_STRATEGY_FILES = 64
 MAX_REPORTS = 100  # of one worker between two heartbeats; more wait, and their sender with them
 MAX_INLINE_BYTES = 256 << 20  # of results that one worker sends inline and has not completed
@@ -92,12 +91,10 @@ class CoordinatorService:
                 f"this run uses the strategy file {spec.strategy} ({spec.strategy_digest}), which {peer.id} does not "
                 "allow; read it and start the worker with --allow-strategy and an equal copy of it"
             )
-        if len(request.profile_json) > MAX_PROFILE_BYTES:
-            raise Refused(f"the profile of {peer.id} takes {len(request.profile_json)} bytes")
         try:
-            profile = DeviceProfile.from_json(json.loads(request.profile_json or "{}"))
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise Refused(f"the profile of {peer.id} cannot be read") from error
+            profile = DeviceProfile.parse(request.profile_json)
+        except ValueError as error:
+            raise Refused(f"the profile of {peer.id} is refused: {error}") from error
         await self._turn_of(peer.id)
         await self.run.lanes.ledger.run(self.run.seen, peer.id)
         known = peer.id in self.run.roster.members

@@ -60,5 +60,8 @@ def _worker(run: Coordinator, member: Member, given: dict[str, Any]) -> dict[str
         "rounds": given.get("rounds", 0),
         "bytes_up": given.get("bytes_up", 0),
         "bytes_down": given.get("bytes_down", 0),
+        "up_bytes_per_s": member.up_bytes_per_s,
+        "down_bytes_per_s": member.down_bytes_per_s,
+        "rtt_s": member.profile.link.rtt_s,
         "note": member.note,
     }

@@ -8,6 +8,7 @@ that goes back to the sender.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from potluck.storage.digest import check_digest
 from potluck.strategies.task import installed
 from potluck.types.errors import Refused
 from potluck.types.ids import WorkerId
+from potluck.types.profile import DeviceProfile
 from potluck.types.untrusted import printable
 
 MAX_SCALARS_BYTES = 65536
@@ -64,6 +66,9 @@ class Intake:
         if note and note != member.note and now - member.noted_at >= note_interval_s:
             member.note, member.noted_at = note, now
             self.noted(member.id, note)
+        if report.profile_json:
+            with contextlib.suppress(ValueError):  # the one it said Welcome with stands
+                member.profile = DeviceProfile.parse(report.profile_json)
         if report.leaving and not member.leaving:
             member.leaving = True
             self._fleet.roster.signal()

@@ -57,6 +57,15 @@ class Member:
         self.seconds_per_unit.pop(task, None)
 
     @property
+    def up_bytes_per_s(self) -> float:
+        """What its transfers showed, as it says; 0 for not known yet."""
+        return self.profile.link.up_bytes_per_s
+
+    @property
+    def down_bytes_per_s(self) -> float:
+        return self.profile.link.down_bytes_per_s
+
+    @property
     def info(self) -> WorkerInfo:
         return WorkerInfo(id=self.id, profile=self.profile)
 

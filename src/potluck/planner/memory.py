@@ -17,7 +17,7 @@ from potluck.types.params import type_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDims:
-    """What the memory of a decoder-only transformer depends on."""
+    """What the memory and the time of a decoder-only transformer depend on."""
 
     num_params: int
     num_layers: int
@@ -25,6 +25,19 @@ class ModelDims:
     ff_dim: int
     vocab_size: int
     is_gated: bool  # the feed-forward part has three matrices, as in Llama, and not two
+    num_heads: int = 1  # of queries; 1 and the two zeros below stand for attention as wide as the model
+    num_kv_heads: int = 0  # of keys and values: fewer with grouped queries; 0 for as many
+    head_dim: int = 0  # 0 for hidden_dim / num_heads
+
+    @property
+    def query_dim(self) -> int:
+        """All heads together: n_q d_h."""
+        return self.num_heads * (self.head_dim or self.hidden_dim // self.num_heads)
+
+    @property
+    def kv_dim(self) -> int:
+        """n_kv d_h."""
+        return self.query_dim * (self.num_kv_heads or self.num_heads) // self.num_heads
 
     @staticmethod
     def of(config: Mapping[str, Any], num_params: int) -> ModelDims:
@@ -34,6 +47,7 @@ class ModelDims:
             return next((v for name in names if isinstance(v := config.get(name), int) and v > 0), default)
 
         hidden_dim = size("hidden_size", "n_embd", "d_model", default=768)
+        num_heads = size("num_attention_heads", "n_head", "num_heads", default=max(1, hidden_dim // 64))
         is_gated = "intermediate_size" in config and config.get("model_type") not in ("gpt_neox", "opt", "phi")
         return ModelDims(
             num_params=num_params,
@@ -42,6 +56,9 @@ class ModelDims:
             ff_dim=size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_dim),
             vocab_size=size("vocab_size", default=50257),
             is_gated=is_gated or config.get("model_type") == "llama",
+            num_heads=num_heads,
+            num_kv_heads=size("num_key_value_heads", "num_kv_heads", default=num_heads),
+            head_dim=size("head_dim", default=hidden_dim // num_heads),
         )
 
 
@@ -61,16 +78,24 @@ def training_memory(
     optimizer: str,
     precision: str,
     max_logits_bytes: int,
+    num_trained_params: int | None = None,
+    num_stored_layers: int | None = None,
 ) -> TrainingMemory:
-    """The need of one replica. `batch_size` is that of a micro-batch; `max_logits_bytes` bounds logits held at once."""
+    """The need of one replica. `batch_size` is that of a micro-batch; `max_logits_bytes` bounds logits held at once.
+
+    Where parts are frozen, only `num_trained_params` have gradients and moments, and only the `num_stored_layers`
+    from the lowest trained one up keep what a backward pass needs. None stands for all.
+    """
     model_bytes = type_bytes * dims.num_params
-    moments_bytes = 2 * model_bytes if optimizer == "adamw" else 0
+    trained_bytes = model_bytes if num_trained_params is None else type_bytes * num_trained_params
+    moments_bytes = 2 * trained_bytes if optimizer == "adamw" else 0
+    stored_layers = dims.num_layers if num_stored_layers is None else num_stored_layers
     tokens = batch_size * seq_len
     logits_bytes = 3 * min(type_bytes * tokens * dims.vocab_size, max_logits_bytes)
     cast_bytes = model_bytes // 2 if precision == "bf16-mixed" else 0  # autocast keeps weights in both formats
-    activation_bytes = int(tokens * dims.num_layers * _bytes_per_token_and_layer(dims, precision))
+    activation_bytes = int(tokens * stored_layers * kept_bytes(dims, precision))
     return TrainingMemory(
-        device_bytes=2 * model_bytes + moments_bytes + cast_bytes + activation_bytes + logits_bytes,
+        device_bytes=model_bytes + trained_bytes + moments_bytes + cast_bytes + activation_bytes + logits_bytes,
         host_bytes=moments_bytes,
     )
 
@@ -87,8 +112,8 @@ def check_fits(need: TrainingMemory, *, device: str, device_free_bytes: int, hos
     return ""
 
 
-def _bytes_per_token_and_layer(dims: ModelDims, precision: str) -> float:
-    """What one layer keeps for its backward pass. Counted on GPT-2 and Llama of transformers 5.24."""
+def kept_bytes(dims: ModelDims, precision: str) -> float:
+    """What one layer keeps for its backward pass, per token. Counted on GPT-2 and Llama of transformers 5.24."""
     if dims.is_gated:  # norms in fp32 with their inputs, q k v before and after rotation; gate, silu, up and product
         elements = 10.5 * dims.hidden_dim + 4.2 * dims.ff_dim
     else:  # GELU is written out in steps and keeps each of them

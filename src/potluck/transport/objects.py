@@ -112,6 +112,8 @@ async def _fetch_rest(
         info = _parse(pb.ObjectInfo, await channel.receive())
         partial = await executor.run(store.begin, digest, info.size)
         start = held_bytes if held_bytes <= info.size else 0
+        if start < info.size:
+            told(start)
         async with aclosing(_take_chunks(channel, partial, start, executor)) as arriving:
             async for safe_bytes in arriving:
                 told(safe_bytes)

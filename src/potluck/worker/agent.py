@@ -10,16 +10,17 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from potluck.clock import Clock
+from potluck.planner.link import differ
 from potluck.protocol import check_version, parse, pb, version
 from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Channel, Connection
 from potluck.transport.inline import Assembler, frames
 from potluck.types.errors import ConnectionLost, CoordinatorUnreachable, CorruptError, Refused
 from potluck.types.ids import WorkerId
-from potluck.types.profile import DeviceProfile
+from potluck.types.profile import DeviceProfile, LinkRates
 from potluck.types.untrusted import printable
 from potluck.worker.link import Link
 from potluck.worker.runner import Runner
@@ -58,7 +59,7 @@ class Agent:
         self._random = random.Random(introduction.id)
         self._leaving = False
         self._note = ""
-        self.link = Link()
+        self.link = Link(clock)
         self.runner: Runner | None = None
         self.spec: RunSpec | None = None
         self._reconnect = asyncio.Event()
@@ -104,6 +105,11 @@ class Agent:
         if self.runner is not None:
             self.runner.changed.set()
 
+    @property
+    def profile(self) -> DeviceProfile:
+        """With what its transfers have shown of the link so far."""
+        return replace(self.introduction.profile, link=self.link.meter.rates)
+
     def reconnect(self) -> None:
         """Give the present connection up for a new one."""
         self._reconnect.set()
@@ -117,7 +123,7 @@ class Agent:
         """Welcome: learn what the run is, and get ready for it the first time."""
         request = pb.WelcomeRequest(
             version=version(),
-            profile_json=json.dumps(self.introduction.profile.to_json()),
+            profile_json=json.dumps(self.profile.to_json()),
             strategies=[pb.StrategyFile(name=n, digest=d) for n, d in self.introduction.strategies],
             private_sequences=self.introduction.private_sequences,
             local_version=self.runner.adopted if self.runner else "",
@@ -193,11 +199,14 @@ class Agent:
     async def _write_reports(self, control: Channel) -> None:
         runner = self.runner_ready()
         assert self.spec is not None
-        sequence = 0
+        sequence, told = 0, LinkRates()
         while True:
             sequence += 1
             runner.changed.clear()
             await runner.deliver_emissions()
+            rates = self.link.meter.rates
+            is_news = differ(rates, told)
+            told = rates if is_news else told
             report = pb.Report(
                 sequence=sequence,
                 results=list(runner.results.values()),
@@ -206,6 +215,7 @@ class Agent:
                 input_acks=[f"{id[2]}/{step}" for id, post in runner.posts.items() for step in post.taken()],
                 leaving=self._leaving,
                 note=self._note,
+                profile_json=json.dumps(self.profile.to_json()) if is_news else "",
             )
             await control.send(report.SerializeToString())
             if self._leaving:

@@ -10,7 +10,6 @@ from potluck.protocol import pb
 from potluck.storage.digest import check_digest
 from potluck.strategies.registry import install_tasks
 from potluck.strategies.run import RunSpec
-from potluck.transport import objects
 from potluck.worker.link import Link
 from potluck.worker.replica import TorchReplica
 from potluck.worker.runner import Runner
@@ -42,7 +41,7 @@ async def equip(
     tokenizer = None
     if spec.tokenizer_object:
         digest = check_digest(spec.tokenizer_object)
-        await link.retry(lambda connection: objects.fetch(connection, digest, run_folder.objects, files))
+        await link.fetch(digest, run_folder.objects, files)
         tokenizer = await files.run(run_folder.objects.path(digest).read_bytes)
 
     def build() -> Trainer:

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from potluck.clock import Clock, SystemClock, ThreadExecutor
@@ -21,9 +22,11 @@ from potluck.transport.security.enrol import obtain
 from potluck.transport.security.identity import Identity, apply_renewal, renewal_request
 from potluck.transport.security.link import read_link
 from potluck.types.errors import ConnectionLost, DataError
+from potluck.types.profile import DeviceProfile
 from potluck.worker.agent import Agent, Introduction
 from potluck.worker.equip import equip
 from potluck.worker.link import Link
+from potluck.worker.measure import measured
 from potluck.worker.options import JoinOptions, Leaving
 from potluck.worker.runner import Runner
 
@@ -56,11 +59,11 @@ class _Joining:
         self._folder = options.state_dir / "identity"
         self._leaving = asyncio.Event()
         self._shifting: tuple[Agent, asyncio.Task[None]] | None = None
+        self._profile: DeviceProfile | None = None
 
     async def work(self, on_start: Callable[[Leaving], None]) -> str:
         options = self.options
         self._device = str(await self.files.run(choose_device, options.device))
-        self._profile = await self.files.run(lambda: describe(self._device, options.num_threads or None))
         self._strategies = await self.files.run(_allowed, options.allow_strategies)
         self._identity = await obtain(
             read_link(options.link), name=options.name or socket.gethostname(), folder=self._folder,
@@ -74,9 +77,11 @@ class _Joining:
                 self.say(f"outside the hours {options.hours}; waiting {wait_s / 3600:.1f} h")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._leaving.wait(), wait_s)
-            if self._leaving.is_set():
+            if self._profile is None and not self._leaving.is_set():  # within the owner's hours only
+                self._profile = await self._measured()
+            if self._profile is None or self._leaving.is_set():
                 return "left"
-            agent = self._agent()
+            agent = self._agent(self._profile)
             if await self._shift(agent):
                 return agent.ended or "left"
 
@@ -90,7 +95,23 @@ class _Joining:
             else:
                 serving.cancel()
 
-    def _agent(self) -> Agent:
+    async def _measured(self) -> DeviceProfile:
+        """What this machine is and gives: measured the first time, on the owner's terms."""
+        options = self.options
+        loop = asyncio.get_running_loop()
+
+        def look() -> DeviceProfile:
+            profile = describe(self._device, options.num_threads or None)
+            free = min(profile.free_memory_bytes, options.max_memory_bytes or profile.free_memory_bytes)
+            profile = replace(profile, free_memory_bytes=free, duty=duty(options.hours))
+            return measured(
+                profile, options.state_dir, now=self.clock.time(), num_threads=options.num_threads,
+                told=lambda text: _later(loop, self.say, text),
+            )  # fmt: skip
+
+        return await self.compute.run(look)
+
+    def _agent(self, profile: DeviceProfile) -> Agent:
         options = self.options
         agent: Agent
 
@@ -107,7 +128,7 @@ class _Joining:
             )  # fmt: skip
 
         agent = Agent(
-            Introduction(id=self._identity.worker_id, profile=self._profile, strategies=self._strategies),
+            Introduction(id=self._identity.worker_id, profile=profile, strategies=self._strategies),
             connect=connect, equip=equipped, clock=self.clock, told=self.say,
         )  # fmt: skip
         return agent
@@ -175,6 +196,16 @@ def seconds_until_open(hours: tuple[int, int] | None, now: float) -> float:
 def seconds_until_closed(hours: tuple[int, int] | None, now: float) -> float | None:
     """How long until the owner's hours end; None if they never do."""
     return None if hours is None or hours[0] % 24 == hours[1] % 24 else _seconds_to_hour(hours[1], now)
+
+
+def _later(loop: asyncio.AbstractEventLoop, say: Say, text: str) -> None:
+    """From any thread."""
+    loop.call_soon_threadsafe(say, text)
+
+
+def duty(hours: tuple[int, int] | None) -> float:
+    """The share of the day that the owner's hours leave to the run."""
+    return 1.0 if hours is None else ((hours[1] - hours[0]) % 24 or 24) / 24
 
 
 def _is_open(hours: tuple[int, int], now: float) -> bool:

@@ -1,13 +1,22 @@
-"""The worker's link to its coordinator: one connection at a time, replaced when it breaks."""
+"""The worker's link to its coordinator: one connection at a time, replaced when it breaks.
+
+Objects go over it, and what it gives is learnt from them: nothing is sent only to measure.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
+from potluck.clock import Clock, Executor
+from potluck.planner.link import LinkMeter
+from potluck.storage.objects import ObjectStore
+from potluck.transport import objects
 from potluck.transport.connection import Connection
 from potluck.types.errors import ConnectionLost
+from potluck.types.ids import Digest
 
 T = TypeVar("T")
 
@@ -15,7 +24,9 @@ T = TypeVar("T")
 class Link:
     """Hands out the connection of the moment; whoever meets a broken one waits for the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.meter = LinkMeter()
         self._connection: Connection | None = None
         self._up = asyncio.Event()
 
@@ -40,3 +51,49 @@ class Link:
             except ConnectionLost:
                 if self._connection is connection:
                     await asyncio.sleep(0.1)  # the agent notices the same loss and clears the link
+
+    async def fetch(
+        self, digest: Digest, store: ObjectStore, executor: Executor, on_progress: objects.Progress | None = None
+    ) -> None:
+        """Have an object in `store`, however often the link breaks. Other errors as in `objects.fetch`."""
+
+        async def once(connection: Connection) -> None:
+            timed = _Timed(self._clock, on_progress)
+            await objects.fetch(connection, digest, store, executor, timed.moved)
+            timed.end(self.meter.received, self.meter)
+
+        await self.retry(once)
+
+    async def push(
+        self, connection: Connection, digest: Digest, path: Path, purpose: str, executor: Executor,
+        on_progress: objects.Progress | None = None,
+    ) -> None:  # fmt: skip
+        """Bring a file to the coordinator over this connection. Errors as in `objects.push`."""
+        timed = _Timed(self._clock, on_progress)
+        await objects.push(connection, digest, path, purpose, executor, timed.moved)
+        timed.end(self.meter.sent, self.meter)
+
+
+class _Timed:
+    """One transfer: how many bytes really moved, and how long it took."""
+
+    def __init__(self, clock: Clock, on_progress: objects.Progress | None) -> None:
+        self._clock, self._on_progress = clock, on_progress
+        self._begun = clock.now()
+        self._answered_s: float | None = None
+        self._first = self._last = 0  # bytes at the receiver, of the whole object
+
+    def moved(self, num_bytes: int) -> None:
+        if self._answered_s is None:
+            self._answered_s = self._clock.now() - self._begun
+            self._first = num_bytes
+        self._last = num_bytes
+        if self._on_progress is not None:
+            self._on_progress(num_bytes)
+
+    def end(self, heard: Callable[[int, float], None], meter: LinkMeter) -> None:
+        """It came to its end. What was at the receiver already has told nothing."""
+        if self._answered_s is not None:
+            meter.answered(self._answered_s)
+            if self._last > self._first:
+                heard(self._last - self._first, self._clock.now() - self._begun)

@@ -21,7 +21,6 @@ from potluck.storage.digest import check_digest
 from potluck.storage.files import unfinished_name
 from potluck.strategies.replica import TaskCancelled
 from potluck.strategies.task import Result, TaskFunction, decode_arguments, installed
-from potluck.transport import objects
 from potluck.types.errors import CorruptError, PotluckError, Refused
 from potluck.types.ids import Digest
 from potluck.types.untrusted import printable
@@ -255,7 +254,7 @@ class Runner:
                 self._report(answer)
 
     async def _push(self, connection: Any, digest: Digest, lease: pb.Lease) -> None:
-        await objects.push(
+        await self.link.push(
             connection, digest, self.folder.objects.path(digest), upload_purpose(*lease_id(lease)), self._files,
             on_progress=lambda n: self._moved("uploading", n),
         )  # fmt: skip
@@ -270,15 +269,7 @@ class Runner:
             await self._share.fetch(digest, self.folder.objects, lambda: self._download(digest))
 
     async def _download(self, digest: Digest) -> None:
-        await self.link.retry(
-            lambda connection: objects.fetch(
-                connection,
-                digest,
-                self.folder.objects,
-                self._files,
-                on_progress=lambda n: self._moved("downloading", n),
-            )
-        )
+        await self.link.fetch(digest, self.folder.objects, self._files, lambda n: self._moved("downloading", n))
 
     def _moved(self, activity: str, num_bytes: int) -> None:
         self.activity = (activity, num_bytes)

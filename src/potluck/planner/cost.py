@@ -1,0 +1,314 @@
+"""One cost model for every method: how long a piece of work takes on a device, bytes on a link, and the energy.
+
+    compute:  t = a FLOPs + b bytes + c                       per device and class of operation, a, b, c >= 0
+    after each executed piece:  a, b <- (a, b) (observed / predicted)^0.3
+    link:     t = rtt + bytes codec_ratio sharing / rate + bytes / codec_speed
+    energy:   sum of power x time over the phases compute, send, receive, wait
+
+The sum is the pessimistic reading of a roofline (Williams et al. 2009), whose max it contains as bounds:
+max <= sum <= 2 max. All functions are pure; what was measured comes in as values (types/profile.py), and what really
+happened goes back in through `Calibration`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+from potluck.planner.flops import Work
+from potluck.types.ids import WorkerId
+from potluck.types.profile import DeviceProfile, LinkRates, Speeds
+
+correction_power = 0.3
+largest_correction = 1e3
+"""Of one observation: times come from workers, which may say anything."""
+history_length = 16
+
+
+# Compute
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCost:
+    """t = a FLOPs + b bytes + c for each call."""
+
+    s_per_flop: float = 0.0
+    s_per_byte: float = 0.0
+    s_per_call: float = 0.0
+
+    def seconds(self, *, flops: float = 0.0, num_bytes: float = 0.0, num_calls: int = 1) -> float:
+        return self.s_per_flop * flops + self.s_per_byte * num_bytes + self.s_per_call * num_calls
+
+    def corrected(self, *, observed_s: float, predicted_s: float) -> OpCost:
+        """After a piece of work that took `observed_s`. What is no positive time changes nothing."""
+        factor = correction(observed_s=observed_s, predicted_s=predicted_s)
+        return OpCost(
+            s_per_flop=self.s_per_flop * factor, s_per_byte=self.s_per_byte * factor, s_per_call=self.s_per_call
+        )
+
+
+def correction(*, observed_s: float, predicted_s: float) -> float:
+    """(observed / predicted)^0.3: an outlier moves the model little, a lasting change in about five pieces."""
+    if not (0 < observed_s < math.inf and 0 < predicted_s < math.inf):
+        return 1.0
+    ratio = min(max(observed_s / predicted_s, 1 / largest_correction), largest_correction)
+    return ratio**correction_power
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSample:
+    """A piece of work of one class that took `seconds` on one device."""
+
+    seconds: float
+    flops: float = 0.0
+    num_bytes: float = 0.0
+
+
+def fit(samples: Sequence[OpSample]) -> OpCost:
+    """Non-negative least squares of the relative error: sum of ((a F + b B + c - t) / t)^2, with a, b, c >= 0.
+
+    The optimum is the plain least-squares solution on the unknowns that are not zero, and there are only eight such
+    sets to try. Between equal fits the one with fewer unknowns is taken. ValueError without a sample.
+    """
+    used = [s for s in samples if 0 < s.seconds < math.inf]
+    if not used:
+        raise ValueError("a fit needs a sample that took time")
+    times = np.array([s.seconds for s in used])
+    rows = np.array([[s.flops, s.num_bytes, 1.0] for s in used]) / times[:, np.newaxis]
+    scale = np.abs(rows).max(axis=0)
+    scale[scale == 0] = 1.0
+    rows = rows / scale
+    best, best_error = np.zeros(3), float(len(used))
+    for size in (1, 2, 3):
+        for columns in map(list, combinations(range(3), size)):
+            found = np.linalg.lstsq(rows[:, columns], np.ones(len(used)), rcond=None)[0]
+            if (found < 0).any():
+                continue
+            error = float(np.square(rows[:, columns] @ found - 1.0).sum())
+            if error < best_error - 1e-12:
+                best, best_error = np.zeros(3), error
+                best[columns] = found
+    a, b, c = (float(x) for x in best / scale)
+    return OpCost(s_per_flop=a, s_per_byte=b, s_per_call=c)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCost:
+    """What one device takes for each class of operation."""
+
+    gemm: OpCost
+    attention: OpCost
+    elementwise: OpCost
+    optimizer: OpCost
+
+    def step_s(self, work: Work) -> float:
+        """One inner step, one class after the other: nothing overlaps."""
+        return (
+            self.gemm.seconds(flops=work.gemm_flops, num_calls=work.num_gemms)
+            + self.attention.seconds(flops=work.attention_flops)
+            + self.elementwise.seconds(num_bytes=work.elementwise_bytes)
+            + self.optimizer.seconds(num_bytes=work.optimizer_bytes)
+        )
+
+
+def device_cost(speeds: Speeds, precision: str = "fp32") -> DeviceCost | None:
+    """The cost model that measured figures give; None where no product was measured.
+
+    `precision` is a run's: with bf16-mixed products are those of bf16, where it was measured.
+    """
+    dtypes = ("bf16", "fp32") if precision == "bf16-mixed" else ("fp32",)
+    found = ([g for g in speeds.gemm if g.dtype == dtype] for dtype in dtypes)
+    measured = next((gemms for gemms in found if gemms), [])
+    if not measured:
+        return None
+    flops = [2.0 * g.dim**3 for g in measured]
+    gemm = fit([OpSample(seconds=g.s_per_flop * f, flops=f) for g, f in zip(measured, flops, strict=True)])
+    return DeviceCost(
+        gemm=gemm,
+        attention=OpCost(s_per_flop=speeds.attention_s_per_flop or gemm.s_per_flop),
+        elementwise=OpCost(s_per_byte=_inverse(speeds.elementwise_bytes_per_s)),
+        optimizer=OpCost(s_per_byte=_inverse(speeds.optimizer_bytes_per_s)),
+    )
+
+
+def nearest(profile: DeviceProfile, known: Iterable[DeviceProfile]) -> DeviceProfile | None:
+    """The measured device that is most like an unmeasured one: kind, then model, then threads and memory."""
+
+    def distance(other: DeviceProfile) -> tuple[bool, bool, float]:
+        return (
+            _kind(profile) != _kind(other),
+            profile.device_name != other.device_name,
+            _log_ratio(profile.num_threads, other.num_threads)
+            + _log_ratio(profile.total_memory_bytes, other.total_memory_bytes),
+        )
+
+    measured = [other for other in known if other.speeds.gemm]
+    return min(measured, key=distance, default=None)
+
+
+def starting_cost(profile: DeviceProfile, known: Iterable[DeviceProfile], precision: str = "fp32") -> DeviceCost | None:
+    """The device's own figures, else those of the nearest known one until it has some of its own."""
+    own = device_cost(profile.speeds, precision)
+    if own is not None:
+        return own
+    other = nearest(profile, known)
+    return device_cost(other.speeds, precision) if other else None
+
+
+def _kind(profile: DeviceProfile) -> str:
+    return profile.device.partition(":")[0]
+
+
+def _log_ratio(x: float, y: float) -> float:
+    return abs(math.log(max(x, 1) / max(y, 1)))
+
+
+def _inverse(rate: float) -> float:
+    return 1.0 / rate if rate > 0 else 0.0
+
+
+# Links
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """What a codec makes of fp32 bytes. `bytes_per_s` of fp32 going in (or coming out); 0 for no time at all."""
+
+    ratio: float = 1.0
+    bytes_per_s: float = 0.0
+
+
+plain = Encoding()
+
+
+def transfer_s(
+    num_bytes: float, *, rate_bytes_per_s: float, rtt_s: float = 0.0, encoding: Encoding = plain, num_sharing: int = 1
+) -> float:
+    """Seconds for fp32 values of `num_bytes` over a link that `num_sharing` such transfers share. inf at rate 0."""
+    if rate_bytes_per_s <= 0:
+        return math.inf
+    travel_s = num_bytes * encoding.ratio * num_sharing / rate_bytes_per_s
+    return rtt_s + travel_s + num_bytes * _inverse(encoding.bytes_per_s)
+
+
+def send_s(num_bytes: float, link: LinkRates, encoding: Encoding = plain) -> float:
+    return transfer_s(num_bytes, rate_bytes_per_s=link.up_bytes_per_s, rtt_s=link.rtt_s, encoding=encoding)
+
+
+def receive_s(num_bytes: float, link: LinkRates, encoding: Encoding = plain) -> float:
+    return transfer_s(num_bytes, rate_bytes_per_s=link.down_bytes_per_s, rtt_s=link.rtt_s, encoding=encoding)
+
+
+def shared_s(amounts: Sequence[float], rates: Sequence[float], capacity: float) -> tuple[float, ...]:
+    """When each of the transfers that start together ends, in seconds.
+
+    Transfer i moves `amounts[i]` bytes over a link of its own of `rates[i]` and over one that all share, such as the
+    coordinator's egress, of `capacity` bytes a second. The shared one is divided max-min fair, and anew whenever a
+    transfer ends.
+    """
+    ends = [0.0] * len(amounts)
+    left = {i: float(amount) for i, amount in enumerate(amounts) if amount > 0}
+    now = 0.0
+    while left:
+        given = _max_min([rates[i] for i in left], capacity)
+        lasting = {i: left[i] / rate if rate > 0 else math.inf for i, rate in zip(left, given, strict=True)}
+        passed = min(lasting.values())
+        if passed == math.inf:
+            for i in left:
+                ends[i] = math.inf
+            break
+        now += passed
+        for i, rate in zip(list(left), given, strict=True):
+            left[i] -= rate * passed
+            if lasting[i] <= passed * (1 + 1e-12):
+                ends[i] = now
+                del left[i]
+    return tuple(ends)
+
+
+def _max_min(rates: Sequence[float], capacity: float) -> list[float]:
+    """Nobody gets more than its own rate, and nobody less than another who wants no less."""
+    given = [0.0] * len(rates)
+    left = capacity
+    for position, i in enumerate(sorted(range(len(rates)), key=lambda i: rates[i])):
+        given[i] = min(rates[i], left / (len(rates) - position))
+        left -= given[i]
+    return given
+
+
+# Energy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Seconds that a device spends in each phase of a round."""
+
+    compute_s: float = 0.0
+    send_s: float = 0.0
+    receive_s: float = 0.0
+    wait_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.send_s + self.receive_s + self.wait_s
+
+
+def energy_j(phases: Phases, speeds: Speeds) -> float | None:
+    """Power under load while it computes, idle power otherwise; None where the machine does not tell its power."""
+    if not speeds.load_w:
+        return None
+    return speeds.load_w * phases.compute_s + speeds.idle_w * (phases.total_s - phases.compute_s)
+
+
+# What happened
+
+
+@dataclass
+class _Record:
+    scale: float = 1.0
+    ratios: list[float] = field(default_factory=list[float])
+
+
+class Calibration:
+    """What predictions were worth, for each worker and kind of task, and how they are corrected by it."""
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[WorkerId, str], _Record] = {}
+
+    def predict_s(self, worker: WorkerId, kind: str, model_s: float) -> float:
+        """What the cost model says, corrected by what this worker took before."""
+        record = self._records.get((worker, kind))
+        return model_s * record.scale if record else model_s
+
+    def observe(self, worker: WorkerId, kind: str, *, predicted_s: float, observed_s: float) -> float:
+        """Take in how long a piece of work really took; predicted / observed, 0 where that says nothing.
+
+        `predicted_s` is what `predict_s` gave before it began.
+        """
+        if not (0 < observed_s < math.inf and 0 < predicted_s < math.inf):
+            return 0.0
+        record = self._records.setdefault((worker, kind), _Record())
+        scale = record.scale * correction(observed_s=observed_s, predicted_s=predicted_s)
+        record.scale = min(max(scale, 1e-9), 1e9)
+        ratio = predicted_s / observed_s
+        record.ratios.append(ratio)
+        del record.ratios[:-history_length]
+        return ratio
+
+    def predicted_over_observed(self) -> Mapping[str, float]:
+        """The metric: the median over the last pieces of work of all workers, for each kind of task."""
+        kinds = sorted({kind for _, kind in self._records})
+        return {kind: statistics.median(self._ratios(kind)) for kind in kinds}
+
+    def _ratios(self, kind: str) -> list[float]:
+        return [ratio for (_, k), record in self._records.items() if k == kind for ratio in record.ratios]
+
+    def forget(self, worker: WorkerId) -> None:
+        """It left for good, or is another machine now."""
+        for key in [key for key in self._records if key[0] == worker]:
+            del self._records[key]
