@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
+from potluck.aggregation.config import AggregationConfig
 from potluck.codecs.base import codec, codec_names
 from potluck.coordinator.core import CheckpointConfig, ValidationConfig
 from potluck.coordinator.faults import nearest, sentence
@@ -103,6 +104,7 @@ class Recipe(BaseModel):
     budget: BudgetConfig
     strategy: StrategyConfig
     codec: CodecConfig = CodecConfig()
+    aggregation: AggregationConfig = AggregationConfig()
     fleet: FleetConfig = FleetConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -120,6 +122,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "data": DataConfig,
     "budget": BudgetConfig,
     "codec": CodecConfig,
+    "aggregation": AggregationConfig,
     "fleet": FleetConfig,
     "checkpoint": CheckpointConfig,
     "validation": ValidationConfig,
