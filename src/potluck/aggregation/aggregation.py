@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from potluck.aggregation.config import AggregationConfig
-from potluck.aggregation.spool import Lane, Spool, Values, sum_numel
+from potluck.aggregation.spool import Reader, Spool, Values, sum_numel
 from potluck.storage.params import ParamStore, ParamWriter
 from potluck.types.errors import RoundFailed
 from potluck.types.params import Params
@@ -40,13 +40,13 @@ class Aggregation:
         spool = self.spool
         weights = [(i, c * self.factor) for i, c in enumerate(coefficients) if c != 0]
 
-        def add(lane: Lane, start: int, stop: int, out: Values) -> None:
+        def add(reader: Reader, start: int, stop: int, out: Values) -> None:
             out.fill(0)
             if self.previous is not None and of_previous != 0:
                 values = self.store.read_slice(self.previous, start, stop).numpy()
                 np.multiply(values, np.float32(of_previous * self.factor), out=out)
             for number, weight in weights:
-                lane.add(number, start, out, weight)
+                reader.add(number, start, out, weight)
 
         spool.walk(sum_numel, add, lambda out, _: self.write(out))
 

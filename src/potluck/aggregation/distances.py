@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.aggregation.aggregation import Aggregation
-from potluck.aggregation.spool import Lane, Values
+from potluck.aggregation.spool import Reader, Values
 
 Matrix = npt.NDArray[np.float64]
 
@@ -31,8 +31,8 @@ def squared_distances(given: Aggregation, *, with_previous: bool = False) -> Mat
     columns = max(64, cache_bytes // (8 * num_rows))
     total = np.zeros((num_rows, num_rows))
 
-    def work(lane: Lane, start: int, stop: int, _: Values) -> Matrix:
-        rows = lane.rows(start, stop, num_before=num_before)
+    def work(reader: Reader, start: int, stop: int, _: Values) -> Matrix:
+        rows = reader.rows(start, stop, num_before=num_before)
         if with_previous and given.previous is not None:
             rows[0] = given.store.read_slice(given.previous, start, stop).numpy()
         found = np.zeros_like(total)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from potluck.aggregation.aggregation import Aggregation
-from potluck.aggregation.spool import Lane, Values
+from potluck.aggregation.spool import Reader, Values
 
 cache_bytes = 512 << 10
 """Of rows worked on at once, in a core's own cache."""
@@ -33,8 +33,8 @@ def write_mean_of_ranks(given: Aggregation, low: int, high: int) -> None:
     network = comparators(len(given.spool), low, high)
     columns = max(1024, cache_bytes // (4 * len(given.spool)))
 
-    def work(lane: Lane, start: int, stop: int, out: Values) -> None:
-        rows = lane.rows(start, stop)
+    def work(reader: Reader, start: int, stop: int, out: Values) -> None:
+        rows = reader.rows(start, stop)
         for first in range(0, len(out), columns):
             _mean_of_ranks(rows[:, first : first + columns], network, low, high, given.factor, out[first:][:columns])
 

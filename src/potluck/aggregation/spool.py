@@ -1,7 +1,7 @@
 """The spooled updates of a round, walked slice by slice by a few threads in memory that does not grow with them.
 
-Every thread has a `Lane`: the updates mapped for it alone and one buffer. What `walk` does with a slice depends on that
-slice only and results are taken in order, so bits do not depend on threads. Mapped pages are let go after
+Every thread has a `Reader`: the updates mapped for it alone and one buffer. What `walk` does with a slice depends on
+that slice only and results are taken in order, so bits do not depend on threads. Mapped pages are let go after
 `max_mapped_bytes`, and the system is told what will be read next, where it can be told.
 """
 
@@ -33,12 +33,12 @@ num_threads = 2
 sum_numel = 1 << 17
 """Elements of a running sum worked on at once: 512 KiB, which stays in a core's cache while updates stream past."""
 rows_bytes = 16 << 20
-"""Of a lane's buffer, which rules that need all updates at once divide among them."""
+"""Of a reader's buffer, which rules that need all updates at once divide among them."""
 max_rows_numel = 1 << 20
 max_mapped_bytes = 32 << 20
-"""Pages of updates that a lane maps before it lets all of them go."""
+"""Pages of updates that a reader maps before it lets all of them go."""
 max_open_updates = 64
-"""Mapped at once by all lanes, each of which holds a file open; more are mapped anew for each slice."""
+"""Mapped at once by all readers, each of which holds a file open; more are mapped anew for each slice."""
 read_ahead_bytes = 32 << 20
 
 
@@ -50,50 +50,50 @@ class Spool:
 
     def __init__(self, paths: Sequence[Path], scales: Sequence[float], *, name: str, layout: Layout) -> None:
         self.paths, self.scales, self.name, self.layout = paths, scales, name, layout
-        self._lanes: list[Lane] = []
+        self._readers: list[Reader] = []
 
     def __enter__(self) -> Spool:
         """CorruptError if a file is not a bundle."""
         for _ in range(num_threads):
-            self._lanes.append(Lane(self, like=self._lanes[0] if self._lanes else None))
+            self._readers.append(Reader(self, like=self._readers[0] if self._readers else None))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for lane in self._lanes:
-            lane.close()
+        for reader in self._readers:
+            reader.close()
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def rows_numel(self, num_rows: int) -> int:
-        """Elements of each of that many rows that a lane's buffer holds."""
+        """Elements of each of that many rows that a reader's buffer holds."""
         return max(1, min(rows_bytes // (4 * num_rows), max_rows_numel))
 
     def walk(
         self,
         slice_numel: int,
-        work: Callable[[Lane, int, int, Values], T],
+        work: Callable[[Reader, int, int, Values], T],
         done: Callable[[Values, T], object],
         *,
         fills: bool = True,
     ) -> None:
-        """For each slice: `done(out, work(lane, start, stop, out))`; `work` in any thread at any time, `done` in order.
+        """For each slice `done(out, work(reader, start, stop, out))`: `work` in any thread, `done` in order.
 
         `out` is memory for `work` to fill, fp32 [stop - start], or [0] unless it `fills` it.
         """
         numel = self.layout.numel
         starts = range(0, numel, slice_numel)
         ring = deque(np.empty(min(slice_numel, numel) if fills else 0, np.float32) for _ in range(num_threads + 2))
-        lanes: SimpleQueue[Lane] = SimpleQueue()
-        for lane in self._lanes:
-            lanes.put(lane)
+        readers: SimpleQueue[Reader] = SimpleQueue()
+        for reader in self._readers:
+            readers.put(reader)
 
         def at_work(start: int, stop: int, out: Values) -> T:
-            lane = lanes.get()
+            reader = readers.get()
             try:
-                return work(lane, start, stop, out)
+                return work(reader, start, stop, out)
             finally:
-                lanes.put(lane)
+                readers.put(reader)
 
         pending: deque[tuple[Values, Future[T]]] = deque()
         ahead = _ReadAhead(self.paths, numel)
@@ -121,10 +121,10 @@ class Spool:
             return [f.result() for f in [submit(norm, *pair) for pair in zip(self.paths, self.scales, strict=True)]]
 
 
-class Lane:
+class Reader:
     """What one thread works with."""
 
-    def __init__(self, spool: Spool, *, like: Lane | None) -> None:
+    def __init__(self, spool: Spool, *, like: Reader | None) -> None:
         self._spool = spool
         self._bundles: list[Bundle] = []
         self._bytes_per_element: list[float] = []
@@ -150,7 +150,7 @@ class Lane:
     def rows(self, start: int, stop: int, *, num_before: int = 0) -> Values:
         """A slice of all updates, scaled, fp32 [num_before + updates, stop - start]; the first rows are zeros.
 
-        It is this lane's buffer: the next call overwrites it.
+        It is this reader's buffer: the next call overwrites it.
         """
         shape = (num_before + len(self._spool), stop - start)
         if not len(self._buffer):

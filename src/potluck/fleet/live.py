@@ -493,9 +493,7 @@ class LiveFleet:
 
     async def _reduce(self, rows: Sequence[ReplyRow], reduction: Reduction) -> Params:
         name, paths = self._output_name(reduction.name), [self.objects.path(Digest(row.object)) for row in rows]
-        combined = await self._lanes.compute.run(
-            reduce_replies, self.params, rows, paths, reduction, self._run, name
-        )
+        combined = await self._lanes.compute.run(reduce_replies, self.params, rows, paths, reduction, self._run, name)
         self.combined(combined.report, [WorkerId(row.worker) for row in rows])
         return combined.params
 
