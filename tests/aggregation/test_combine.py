@@ -1,10 +1,11 @@
 """What all rules stand on: sums slice by slice, whatever the codec, in bounded memory, files let go."""
 
 import tracemalloc
+import weakref
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -149,3 +150,24 @@ def test_every_file_is_let_go(store: ParamStore, tmp_path: Path, monkeypatch: py
     combined(store, pairs)
     assert len(opened) == 3 * spool_module.num_threads
     assert all(bundle._map is None for bundle in opened)
+
+
+@pytest.mark.parametrize("rule", ["mean", "median", "geometric_median"])
+def test_buffers_go_with_the_call_and_not_with_the_garbage_collector(
+    store: ParamStore, tmp_path: Path, rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[spool_module.Reader]] = []
+
+    class Watched(spool_module.Reader):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(spool_module, "Reader", Watched)
+    gc.disable()
+    try:
+        combined(store, [(spool(tmp_path, i), 1.0) for i in range(3)], rule=rule)
+        assert len(made) == spool_module.num_threads
+        assert [reference() for reference in made] == [None] * len(made)
+    finally:
+        gc.enable()

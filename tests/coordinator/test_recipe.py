@@ -142,7 +142,10 @@ def test_overrides_that_cannot_be(tmp_path: Path, override: str, parts: list[str
         ("data.tokenizer.vocab=300", ["data.tokenizer.vocab is not a key"]),
         ("optimiser.lr=1", ["optimiser is not a key"]),
         ("strategy.name=dilocco", ["dilocco", "'diloco'"]),
-        ("aggregation.trim=0.2", ["aggregation.trim is not a key", "did you mean aggregation.trim_fraction?"]),
+        (
+            "aggregation.trim_fracton=0.2",
+            ["aggregation.trim_fracton is not a key", "did you mean aggregation.trim_fraction?"],
+        ),
         ("codec.up=int9", ["codec.up", "'int9' is not a codec", "'int8'"]),
     ],
 )

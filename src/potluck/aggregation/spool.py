@@ -7,6 +7,7 @@ that slice only and results are taken in order, so bits do not depend on threads
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from collections import deque
@@ -61,6 +62,7 @@ class Spool:
     def __exit__(self, *_: object) -> None:
         for reader in self._readers:
             reader.close()
+        self._readers.clear()  # so that their buffers go now and not with some later collection of cycles
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -154,7 +156,9 @@ class Reader:
         """
         shape = (num_before + len(self._spool), stop - start)
         if not len(self._buffer):
-            self._buffer = np.empty(max(rows_bytes // 4, shape[0]), np.float32)
+            # Mapped rather than allocated: a heap of each thread would keep what was freed.
+            pages = mmap.mmap(-1, max(rows_bytes, 4 * shape[0]), access=mmap.ACCESS_COPY)
+            self._buffer = np.frombuffer(pages, np.float32)
         rows = self._buffer[: shape[0] * shape[1]].reshape(shape)
         rows.fill(0)
         for number in range(len(self._spool)):

@@ -1,7 +1,7 @@
 """What combining the updates of a round costs: seconds, rate and memory of each rule, from 2 and 16 spooled updates.
 
 `gb_per_s` counts fp32 values taken in, 4 bytes each, whatever their codec and however often the rule reads them.
-`anonymous_mb` is the most memory above that of the process before, without the page cache of mapped files; `rss_mb` the
+`anonymous_mb` is the most memory above that of the idle process, without the page cache of mapped files; `rss_mb` the
 same with what of them is mapped. Robust rules and 16 fp32 updates have fewer parameters: `parameters` says how many.
 """
 
@@ -25,7 +25,7 @@ import torch
 from potluck.aggregation.combine import combine
 from potluck.aggregation.config import AggregationConfig, Rule
 from potluck.codecs.base import codec
-from potluck.codecs.bundle import write_flat
+from potluck.codecs.bundle import write_flat_slices
 from potluck.optim.outer import nesterov
 from potluck.storage.params import ParamStore
 from potluck.types.params import Layout
@@ -41,16 +41,19 @@ def bench_aggregate(*, numel: int = gpt2_numel, num_runs: int = 5) -> dict[str, 
     figures: dict[str, float] = {"cores": os.cpu_count() or 1}
     with tempfile.TemporaryDirectory(prefix="potluck-bench-") as name:
         folder = Path(name)
-        figures |= _add_rate(min(numel, 1 << 26), num_runs)
+        _rules(folder, ["mean"], 1 << 18, 2, "fp32", 1, "", (0, 0))  # what is made once is part of the idle process
+        gc.collect()
+        idle = _memory_bytes()
         for codec_name in ("fp32", "int8"):
             for num_updates in (2, 16):
                 kind = f"{codec_name}_{num_updates}_updates"
                 size = _fitting(numel, num_updates, codec_name)
-                figures |= _rules(folder, ["mean"], size, num_updates, codec_name, num_runs, kind)
+                figures |= _rules(folder, ["mean"], size, num_updates, codec_name, num_runs, kind, idle)
         robust = [rule for rule in get_args(Rule) if rule != "mean"]
         for codec_name in ("fp32", "int8"):
             kind = f"{codec_name}_16_updates"
-            figures |= _rules(folder, robust, numel // robust_share, 16, codec_name, max(1, num_runs // 2), kind)
+            figures |= _rules(folder, robust, numel // robust_share, 16, codec_name, max(1, num_runs // 2), kind, idle)
+        figures |= _add_rate(min(numel, 1 << 26), num_runs)
         figures |= _outer_step(folder, numel, num_runs)
     return figures
 
@@ -61,13 +64,23 @@ def _fitting(numel: int, num_updates: int, codec_name: str) -> int:
 
 
 def _rules(
-    folder: Path, rules: list[Rule], numel: int, num_updates: int, codec_name: str, num_runs: int, kind: str
+    folder: Path,
+    rules: list[Rule],
+    numel: int,
+    num_updates: int,
+    codec_name: str,
+    num_runs: int,
+    kind: str,
+    idle: tuple[int, int],
 ) -> dict[str, float]:
     layout, store = _layout(numel), ParamStore(folder / "params")
     paths = [folder / f"update-{i}" for i in range(num_updates)]
-    values = torch.randn(layout.numel, generator=torch.Generator().manual_seed(1))
-    write_flat(paths[0], "delta", values, layout, codec(codec_name))
-    del values
+    generator = torch.Generator().manual_seed(1)
+
+    def values(start: int, stop: int) -> torch.Tensor:
+        return torch.randn(stop - start, generator=generator)
+
+    write_flat_slices(paths[0], "delta", values, layout, codec(codec_name))
     for path in paths[1:]:  # files of their own: every update is read from memory, none from a cache
         shutil.copyfile(paths[0], path)
     figures: dict[str, float] = {}
@@ -78,7 +91,7 @@ def _rules(
             pairs = [(path, float(1000 + i)) for i, path in enumerate(paths)]
             combine(store, pairs, rule=config, name="delta", layout=layout, out_name="out")
 
-        with _peak_memory() as peak:
+        with _peak_memory(idle) as peak:
             seconds = _median_s(run, num_runs)
         stem = f"{rule}_{kind}"
         figures |= {
@@ -142,10 +155,9 @@ def _median_s(run: Callable[[], object], num_runs: int) -> float:
 
 
 @contextmanager
-def _peak_memory() -> Iterator[Callable[[], dict[str, float]]]:
-    """The most memory within, above what there was at its start, in MB."""
-    gc.collect()
-    before = most = _memory_bytes()
+def _peak_memory(idle: tuple[int, int]) -> Iterator[Callable[[], dict[str, float]]]:
+    """The most memory within, above that of the idle process, in MB."""
+    most = _memory_bytes()
     over = threading.Event()
 
     def watch() -> None:
@@ -158,8 +170,8 @@ def _peak_memory() -> Iterator[Callable[[], dict[str, float]]]:
     watching.start()
     try:
         yield lambda: {
-            "anonymous_mb": round((most[0] - before[0]) / 1e6, 1),
-            "rss_mb": round((most[1] - before[1]) / 1e6, 1),
+            "anonymous_mb": round((most[0] - idle[0]) / 1e6, 1),
+            "rss_mb": round((most[1] - idle[1]) / 1e6, 1),
         }
     finally:
         over.set()
