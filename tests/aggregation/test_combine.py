@@ -1,5 +1,6 @@
 """What all rules stand on: sums slice by slice, whatever the codec, in bounded memory, files let go."""
 
+import gc
 import tracemalloc
 import weakref
 from collections.abc import Sequence
