@@ -26,6 +26,7 @@ from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
 from potluck.strategies.task import Result, task
 from potluck.types.errors import RecipeError, RunStopped
+from potluck.types.vector import Vector
 
 
 class NoSettings(BaseModel):
@@ -33,8 +34,8 @@ class NoSettings(BaseModel):
 
 
 @task("test_reduction.constant", numbers=("num_tokens",))
-def constant(replica: object, *, theta: Tensor, value: float) -> Result:
-    return Result({"num_tokens": 10}, {"delta": torch.full_like(theta, value)})
+def constant(replica: object, *, theta: Vector, value: float) -> Result:
+    return Result({"num_tokens": 10}, {"delta": torch.full((theta.numel,), value)})
 
 
 class Constant:
