@@ -144,6 +144,10 @@ def test_overrides_that_cannot_be(tmp_path: Path, override: str, parts: list[str
         ("strategy.name=dilocco", ["dilocco", "'diloco'"]),
         ("codec.down=2bit", ["codec.down", "'2bit' loses too much for parameters"]),
         ("codec.down=powersgd(4)", ["codec.down", "must; use 'int8'"]),
+        (
+            "aggregation.trim_fracton=0.2",
+            ["aggregation.trim_fracton is not a key", "did you mean aggregation.trim_fraction?"],
+        ),
         ("codec.up=int9", ["codec.up", "'int9' is not a codec", "'int8'"]),
     ],
 )
@@ -169,6 +173,8 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path, override: str, parts: lis
         ("strategy.outer_momentum=1.0", "strategy.outer_momentum is 1.0 and must be less than 1"),
         ("strategy.inner.betas=[0.9]", "strategy.inner.betas"),
         ("strategy.inner=3", "strategy.inner is 3 and must be a table"),
+        ("aggregation.rule=medain", "aggregation.rule is \"medain\" and must be 'mean', 'trimmed_mean', 'median'"),
+        ("aggregation.trim_fraction=0.5", "aggregation.trim_fraction is 0.5 and must be less than 0.5"),
         ("model=3", "model is 3 and must be a table"),
         ('name="no spaces"', 'name is "no spaces" and must be'),
         ("name=../escape", 'name is "../escape" and must be'),

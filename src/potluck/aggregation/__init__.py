@@ -1,1 +1,1 @@
-"""From the updates of many workers to one: checked whole, then summed chunk by chunk."""
+"""From the updates of many workers to one: each checked whole, then combined by a rule, slice by slice from disk."""

@@ -36,8 +36,8 @@ taken for a number. `potluck recipes` lists the shipped recipes and `potluck rec
 Paths in a recipe file are relative to the file. In `--set` and in shipped recipes they are relative to the current
 directory. Setting one of several alternatives (`budget.rounds`) takes the place of the others (`budget.tokens`).
 
-When a run goes on, its name, seed, model, data and strategy must be the same as before; budget, codecs, fleet,
-checkpoints and validation may change.
+When a run goes on, its name, seed, model, data and strategy must be the same as before; budget, codecs,
+aggregation, fleet, checkpoints and validation may change.
 """
 
 EXIT_CODES_HEAD = f"""{MADE}

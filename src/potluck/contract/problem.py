@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from potluck.aggregation.config import AggregationConfig
 from potluck.codecs.bundle import write_tensors
 from potluck.coordinator.core import CheckpointConfig, Plan, ValidationConfig
 from potluck.coordinator.deck import Deck
@@ -40,6 +41,7 @@ class Problem:
     inner: InnerConfig = field(default_factory=lambda: InnerConfig(lr=3e-3, batch_size=4, warmup=0.1, weight_decay=0.1))
     fleet: FleetConfig = field(default_factory=lambda: FleetConfig(no_progress_s=60.0))
     validate: bool = True
+    aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     up_codec: str = "fp32"
     down_codec: str = "fp32"
 
@@ -149,5 +151,5 @@ class Problem:
         return Plan(
             spec=spec, strategy=strategy, layout=layout, initial=flat.params, budget=Budget(rounds=self.num_rounds),
             fleet=self.fleet, checkpoint=CheckpointConfig(), validation=ValidationConfig(every_rounds=0),
-            up_codec=self.up_codec, down_codec=self.down_codec,
+            aggregation=self.aggregation, up_codec=self.up_codec, down_codec=self.down_codec,
         )  # fmt: skip

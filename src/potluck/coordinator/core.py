@@ -9,14 +9,16 @@ import asyncio
 import errno
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from potluck.aggregation.config import AggregationConfig
+from potluck.aggregation.report import Report
 from potluck.clock import Clock, Lanes
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event, OnEvent
@@ -35,7 +37,7 @@ from potluck.strategies.state import State
 from potluck.strategies.strategy import Strategy
 from potluck.transport.connection import Traffic
 from potluck.types.errors import CorruptError, RoundFailed, RunStopped
-from potluck.types.ids import Digest
+from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
 
@@ -78,6 +80,7 @@ class Plan:
     fleet: FleetConfig
     checkpoint: CheckpointConfig
     validation: ValidationConfig
+    aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     up_codec: str = "fp32"
     down_codec: str = "fp32"
     open_objects: tuple[Digest, ...] = ()  # what any member may fetch: the tokenizer
@@ -102,6 +105,7 @@ class Coordinator:
         )  # fmt: skip
         self.fleet.lost = lambda worker, reason: self.tell("lost", reason, worker=worker, reason=reason)
         self.fleet.waits = lambda text: self.tell("waiting", text, reason=text)
+        self.fleet.combined = self._combined
         self.intake = Intake(self.fleet, clock, lanes)
         self.intake.failed = self.fail
         self.intake.noted = lambda worker, text: self.tell("note", f"{worker}: {text}", worker=worker)
@@ -143,6 +147,7 @@ class Coordinator:
                 budget=plan.budget,
                 up_codec=plan.up_codec,
                 down_codec=plan.down_codec,
+                aggregation=plan.aggregation,
             )
             return ledger, params, facts
 
@@ -256,6 +261,14 @@ class Coordinator:
         await self.lanes.ledger.run(self._write_traffic)
         await self._collect(proposed)
         return proposed
+
+    def _combined(self, report: Report, workers: Sequence[WorkerId]) -> None:
+        """Tell which updates did not count whole."""
+        if text := report.sentence(workers):
+            self.tell(
+                "aggregation", text, rule=report.rule, left_out=[workers[i] for i in report.left_out],
+                scaled={workers[i]: report.factors[i] for i in report.scaled},
+            )  # fmt: skip
 
     async def _collect(self, state: State) -> None:
         """Remove what neither this state, the run's beginning nor a checkpoint needs."""

@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from potluck.aggregation.config import AggregationConfig
 from potluck.codecs.base import codec, codec_names
 from potluck.codecs.spec import parse_spec
 from potluck.coordinator.core import CheckpointConfig, ValidationConfig
@@ -115,6 +116,7 @@ class Recipe(BaseModel):
     budget: BudgetConfig
     strategy: StrategyConfig
     codec: CodecConfig = CodecConfig()
+    aggregation: AggregationConfig = AggregationConfig()
     fleet: FleetConfig = FleetConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -132,6 +134,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "data": DataConfig,
     "budget": BudgetConfig,
     "codec": CodecConfig,
+    "aggregation": AggregationConfig,
     "fleet": FleetConfig,
     "checkpoint": CheckpointConfig,
     "validation": ValidationConfig,

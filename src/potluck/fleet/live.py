@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from potluck.aggregation.mean import combine
+from potluck.aggregation.report import Report
 from potluck.clock import Clock, Lanes
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, loss, overdue, wire_attempt
 from potluck.fleet.publisher import Publisher
+from potluck.fleet.reduction import check_reduction, reduce_replies
 from potluck.fleet.roster import LeaseId, Roster, decide
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
@@ -30,7 +31,7 @@ from potluck.storage.params import ParamStore
 from potluck.strategies.fleet import Op, Reduction, Replies, Reply, WorkerInfo
 from potluck.strategies.run import RunFacts
 from potluck.strategies.task import BoundTask, encode_arguments, handles
-from potluck.types.errors import CorruptError, InvalidUpdate, RoundFailed, RunStopped
+from potluck.types.errors import RoundFailed, RunStopped
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Params
 from potluck.types.profile import DeviceProfile
@@ -80,6 +81,7 @@ class LiveFleet:
         self.phase = "starting"
         self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of work that was given up
         self.waits: Callable[[str], None] = lambda _reason: None  # hears what `ready` waits for
+        self.combined: Callable[[Report, list[WorkerId]], None] = lambda _report, _workers: None
 
     @property
     def run(self) -> RunFacts:
@@ -273,6 +275,8 @@ class LiveFleet:
         min_replies: int,
         reduce: Reduction | None = None,
     ) -> Replies:
+        if reduce:
+            check_reduction(reduce, self._run.aggregation)
         await self._publish(tasks.values())
         outcomes = await self._settle_all(
             {f"{key}/{worker}": (worker, tasks[worker]) for worker in sorted(tasks)}, expects=reduce
@@ -488,21 +492,10 @@ class LiveFleet:
         return f"r{self._now.round}-a{self._now.attempt}-{self._num_outputs}-{what}"
 
     async def _reduce(self, rows: Sequence[ReplyRow], reduction: Reduction) -> Params:
-        pairs = [
-            (self.objects.path(Digest(r.object)), float(r.scalars[reduction.weight]) if reduction.weight else 1.0)
-            for r in rows
-        ]
-        name = self._output_name(reduction.name)
-
-        def run() -> Params:
-            return combine(
-                self.params, pairs, name=reduction.name, layout=self._run.layout, out_name=name, mean=reduction.mean
-            )
-
-        try:
-            return await self._lanes.compute.run(run)
-        except (InvalidUpdate, CorruptError) as error:  # checked when it came, so the disk has lost it since
-            raise RoundFailed(f"an accepted update cannot be read any more: {error}") from error
+        name, paths = self._output_name(reduction.name), [self.objects.path(Digest(row.object)) for row in rows]
+        combined = await self._lanes.compute.run(reduce_replies, self.params, rows, paths, reduction, self._run, name)
+        self.combined(combined.report, [WorkerId(row.worker) for row in rows])
+        return combined.params
 
     def _reply(self, row: ReplyRow) -> Reply:
         return Reply(

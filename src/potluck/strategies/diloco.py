@@ -5,7 +5,8 @@
     theta  <- theta - eta (sum_i w_i delta_i + mu m)
 
 Douillard et al. 2023, arXiv:2311.08105, Algorithm 1. Two differences: contributions weigh by tokens, and a worker
-that is lost leaves the average. The inner AdamW state and the data position stay on the worker across rounds.
+that is lost leaves the average; the recipe may put a robust rule in the place of the average. The inner AdamW state and
+the data position stay on the worker across rounds.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class DiLoCoConfig(BaseModel):
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoState(State):
     momentum: Params
+    aggregate: Params | None = None  # of the last round, for the rule of aggregation that starts from it
 
 
 @task("diloco.inner", kind="pinned", numbers=("num_tokens", "loss_sum"))  # the half that runs on the device
@@ -79,7 +81,7 @@ class DiLoCo:  # the half that runs on the coordinator
             {w.id: work for w in workers},
             key="inner",
             min_replies=math.ceil(config.min_reply_fraction * len(workers)),
-            reduce=weighted_mean("delta", by="num_tokens"),
+            reduce=weighted_mean("delta", by="num_tokens", previous=state.aggregate),
         )
         params, momentum = await fleet.apply(
             nesterov,
@@ -95,6 +97,7 @@ class DiLoCo:  # the half that runs on the coordinator
             state,
             params=params,
             momentum=momentum,
+            aggregate=got.reduced if run.aggregation.starts_from_previous else None,
             round=state.round + 1,
             tokens=state.tokens + num_tokens,
             loss=got.sum("loss_sum") / num_tokens,

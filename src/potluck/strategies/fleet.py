@@ -43,24 +43,27 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How replies become one vector: sum_i w_i x_i, divided by sum_i w_i where `mean` says so.
+    """How replies become one vector: by the run's rule of aggregation R, which is the weighted mean unless it says so.
 
-    x_i is the tensor `name` of reply i and w_i its scalar `weight` (1 where that is empty).
+    A mean is R(x, w): x_i is the tensor `name` of reply i and w_i its scalar `weight` (1 where that is empty).
+    Otherwise x_i is itself a sum over w_i items, and the total over all items is (sum_i w_i) R(x_i / w_i, w): with the
+    weighted mean that is sum_i x_i. `previous` is the aggregate before, where a rule that starts from one is to start.
     """
 
     name: str
     weight: str = ""
     mean: bool = True
+    previous: Params | None = None
 
 
-def weighted_mean(name: str, *, by: str) -> Reduction:
+def weighted_mean(name: str, *, by: str, previous: Params | None = None) -> Reduction:
     """sum_i w_i x_i / sum_i w_i, w_i the scalar `by` of reply i."""
-    return Reduction(name=name, weight=by, mean=True)
+    return Reduction(name=name, weight=by, mean=True, previous=previous)
 
 
-def total(name: str) -> Reduction:
-    """sum_i x_i."""
-    return Reduction(name=name, mean=False)
+def total(name: str, *, over: str = "") -> Reduction:
+    """sum_i x_i, x_i a sum over as many items as the scalar `over` says; without it only the rule `mean` applies."""
+    return Reduction(name=name, weight=over, mean=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,8 @@ class Fleet(Protocol):
     ) -> Replies:
         """One task for each worker. Ends when every worker replied or was lost.
 
-        RoundFailed if fewer than `min_replies` valid replies came.
+        RoundFailed if fewer than `min_replies` valid replies came, or too few for the run's rule of aggregation;
+        RecipeError if that rule cannot make this reduction.
         """
         ...
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from potluck.aggregation.config import AggregationConfig
 from potluck.optim.inner import InnerConfig
 from potluck.strategies.state import State
 from potluck.types.params import Layout, Params
@@ -68,6 +69,7 @@ class RunFacts:
     budget: Budget
     up_codec: str
     down_codec: str
+    aggregation: AggregationConfig = field(default_factory=AggregationConfig)
 
     def tokens_per_step(self, num_steps: int = 1) -> int:
         """Tokens in that many inner steps of one worker."""

@@ -5,7 +5,7 @@
     theta <- adamw(theta, g)            or plain SGD, as `inner.optimizer` says
 
 So K workers with batch b take the very step of one machine with batch K b, also when their batches are unequal.
-(Clipping on each worker first would be another algorithm.)
+(Clipping on each worker first would be another algorithm.) A robust rule of aggregation is applied to the g_i / n_i.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SyncSGD:
             {w.id: work for w in workers},
             key="gradient",
             min_replies=math.ceil(self.config.min_reply_fraction * len(workers)),
-            reduce=total("gradient"),
+            reduce=total("gradient", over="num_tokens"),
         )
         num_tokens = int(got.sum("num_tokens"))
         progress, _ = run.progress_span(state, len(workers))

@@ -1,0 +1,53 @@
+"""The `[aggregation]` section of a recipe: which rule, and its parameters."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Rule = Literal[
+    "mean",
+    "trimmed_mean",
+    "median",
+    "krum",
+    "multi_krum",
+    "geometric_median",
+    "centered_clipping",
+    "norm_clipping",
+]
+
+
+class AggregationConfig(BaseModel):
+    """How the updates of a round become one. All rules but `mean` bear some updates that are wrong."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rule: Rule = Field(
+        default="mean",
+        description="`trimmed_mean`, `median` and `krum` count every update alike, the others by its tokens",
+    )
+    trim_fraction: float = Field(
+        default=0.1, gt=0, lt=0.5, description="`trimmed_mean`: share of values left out at either end, rounded up"
+    )
+    max_faulty: int = Field(
+        default=1, ge=0, description="`krum`, `multi_krum`: f, updates that may be wrong; 2 f + 3 must come"
+    )
+    num_kept: int = Field(
+        default=0, ge=0, description="`multi_krum`: updates kept, at most n - f - 2 of n; 0 for that many"
+    )
+    iterations: int = Field(
+        default=0, ge=0, le=1000,
+        description="`geometric_median`, `centered_clipping`: steps, none of which reads the updates; 0 for 8 and 3",
+    )  # fmt: skip
+    smoothing: float = Field(default=1e-6, gt=0, description="`geometric_median`: distances below this count as this")
+    clip_radius: float = Field(
+        default=0.0,
+        ge=0,
+        description="`centered_clipping`: distance from the centre that is kept; 0 for the median one",
+    )
+
+    @property
+    def starts_from_previous(self) -> bool:
+        """Whether the rule makes use of the aggregate before."""
+        return self.rule == "centered_clipping"

@@ -1,0 +1,44 @@
+"""From accepted replies to one vector, by the run's rule of aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from potluck.aggregation.combine import Combined, combine
+from potluck.aggregation.config import AggregationConfig
+from potluck.storage.ledger import ReplyRow
+from potluck.storage.params import ParamStore
+from potluck.strategies.fleet import Reduction
+from potluck.strategies.run import RunFacts
+from potluck.types.errors import CorruptError, InvalidUpdate, RecipeError, RoundFailed
+
+
+def check_reduction(reduction: Reduction, rule: AggregationConfig) -> None:
+    """RecipeError if the rule cannot make this reduction: before any work for it is handed out."""
+    if rule.rule != "mean" and not reduction.mean and not reduction.weight:
+        raise RecipeError(
+            f"the strategy asks for the plain sum of {reduction.name}, which aggregation.rule = {rule.rule!r} cannot "
+            "make: it needs to know what each is a sum over, as `total(..., over=...)` says; use aggregation.rule = "
+            "'mean'"
+        )
+
+
+def reduce_replies(
+    params: ParamStore, rows: Sequence[ReplyRow], paths: Sequence[Path], reduction: Reduction, run: RunFacts, name: str
+) -> Combined:
+    """The reduction of the replies, whose updates are at `paths`, as the vector `name`. Blocks."""
+    weights = [float(row.scalars[reduction.weight]) if reduction.weight else 1.0 for row in rows]
+    try:
+        return combine(
+            params,
+            list(zip(paths, weights, strict=True)),
+            rule=run.aggregation,
+            name=reduction.name,
+            layout=run.layout,
+            out_name=name,
+            mean=reduction.mean,
+            previous=reduction.previous,
+        )
+    except (InvalidUpdate, CorruptError) as error:  # checked when it came, so the disk has lost it since
+        raise RoundFailed(f"an accepted update cannot be read any more: {error}") from error
