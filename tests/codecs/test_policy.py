@@ -25,7 +25,7 @@ def test_small_tensors_are_not_cut_below_eight_bits() -> None:
     for name in codec_names():
         few_bits = name in ("int4", "2bit", "1bit", "topk(1.5625%)", "topk(1.5625%)+2bit")
         policy = CodecPolicy(default=name)
-        assert policy.choose("b", (1023,)).name == ("fp32" if few_bits else name)
+        assert policy.choose("b", (1023,)).name == ("int8" if few_bits else name)
         assert policy.choose("b", (1024,)).name == name
 
 

@@ -74,6 +74,11 @@ def test_stop_and_resume_changes_nothing(case: Case, sockets: bool) -> None:
     checks.resumes_exactly(case.problem(), case.make, sockets=sockets)
 
 
+@pytest.mark.parametrize(("up", "down"), [("int4+ef", "int8-delta"), ("topk(25%)+2bit+ef(0.95)", "bf16")])
+def test_error_feedback_and_deltas_go_on_exactly_after_a_restart(case: Case, up: str, down: str, sockets: bool) -> None:
+    checks.resumes_exactly(case.problem(up_codec=up, down_codec=down), case.make, sockets=sockets)
+
+
 def test_the_same_seed_gives_the_same_trace(case: Case, sockets: bool) -> None:
     checks.same_trace(case.problem(), case.make, sockets=sockets)
 

@@ -30,7 +30,7 @@ def test_a_bound_task_checks_its_arguments_at_once() -> None:
 
 def test_arguments_travel_as_names_and_come_back_as_tensors() -> None:
     arguments = {"theta": one, "list": [two, one, 1.5, None], "shard": ObjectRef(Digest("d:s")), "x": torch.ones(2)}
-    assert handles(arguments) == (one, two)
+    assert handles(arguments) == (("theta", one), ("list", two))
     encoded = encode_arguments(arguments, {one: Digest("d:1"), two: Digest("d:2")})
     assert encoded.objects == ("d:1", "d:2", "d:s")
     assert len(encoded.inline) == 1

@@ -56,8 +56,8 @@ def make(folder: Path, trainer: Trainer | None = None) -> Runner:
     home = RunFolder(folder)
     trainer = trainer or Trainer(Device(), home, lambda _: None)  # pyright: ignore[reportArgumentType]
     return Runner(
-        folder=home, trainer=trainer, sources=Sources(spec=spec(), objects=home.objects), link=Link(VirtualClock()),
-        clock=VirtualClock(), compute=InlineExecutor(), files=InlineExecutor(), note=lambda _: None,
+        spec=spec(), folder=home, trainer=trainer, sources=Sources(spec=spec(), objects=home.objects),
+        link=Link(VirtualClock()), clock=VirtualClock(), compute=InlineExecutor(), files=InlineExecutor(), note=lambda _: None,
     )  # fmt: skip
 
 

@@ -29,8 +29,6 @@ from torch import Tensor
 from potluck.bench.floor import floor_seconds
 from potluck.bench.memory import memory_bytes, peak_memory
 from potluck.clock import Lanes, SystemClock
-from potluck.codecs.base import codec
-from potluck.codecs.bundle import flat_size
 from potluck.coordinator.core import CheckpointConfig, Coordinator, Plan, ValidationConfig
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event
@@ -108,10 +106,7 @@ class AddOne:
         return replace(state, params=params, momentum=momentum, round=state.round + 1)
 
     def estimate(self, run: RunFacts) -> RoundBytes:
-        return RoundBytes(
-            up=flat_size("delta", run.layout, codec(run.up_codec)),
-            down=flat_size("params", run.layout, codec(run.down_codec)),
-        )
+        return RoundBytes(up=run.up_bytes("delta"), down=run.down_bytes())
 
 
 def bench_round(

@@ -30,7 +30,7 @@ class CodecRule:
 class CodecPolicy:
     """Rules in order, then the default. RecipeError if one names no codec.
 
-    After the rules, what has fewer than 1024 elements goes as fp32 where the default has fewer than 8 bits an element:
+    After the rules, what has fewer than 1024 elements goes as int8 where the default has fewer than 8 bits an element:
     biases and norms cost little and bear little noise. A rule for "*" turns that off.
     """
 
@@ -52,7 +52,7 @@ class CodecPolicy:
                 return codec(rule.codec)
         chosen = codec(self.default)
         if numel_of(shape) < small_numel and chosen.estimate_bytes(_sample_numel) < _sample_numel:
-            return codec("fp32")
+            return codec("int8")
         return chosen
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from potluck.aggregation.config import AggregationConfig
 from potluck.aggregation.report import Report
 from potluck.clock import Clock, Lanes
+from potluck.codecs.policy import CodecRule
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event, OnEvent
 from potluck.fleet.config import FleetConfig
@@ -83,6 +84,8 @@ class Plan:
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     up_codec: str = "fp32"
     down_codec: str = "fp32"
+    up_rules: tuple[CodecRule, ...] = ()
+    down_rules: tuple[CodecRule, ...] = ()
     open_objects: tuple[Digest, ...] = ()  # what any member may fetch: the tokenizer
 
 
@@ -147,6 +150,8 @@ class Coordinator:
                 budget=plan.budget,
                 up_codec=plan.up_codec,
                 down_codec=plan.down_codec,
+                up_rules=plan.up_rules,
+                down_rules=plan.down_rules,
                 aggregation=plan.aggregation,
             )
             return ledger, params, facts
@@ -277,7 +282,7 @@ class Coordinator:
         floating = {Digest(r.object) for r in self.fleet.floating.replies.values() if r.object}
         for digest in [digest for digest, lease in self.uploads.items() if lease not in self.fleet.book.open]:
             del self.uploads[digest]
-        keep = {*self.fleet.publisher.digests.values(), *floating, *self.deck.digests(), *self.plan.open_objects}
+        keep = {*self.fleet.publisher.objects(), *floating, *self.deck.digests(), *self.plan.open_objects}
 
         def remove() -> None:
             self.params.remove_except(handles)

@@ -95,6 +95,7 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         data_options=recipe.data.read_options().model_dump(mode="json"),
         tokenizer_object=tokenizer_object,
         heartbeat_s=recipe.fleet.heartbeat_s,
+        up_rules=recipe.codec.up_rules,
     )
     plan = Plan(
         spec=spec,
@@ -108,6 +109,8 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         aggregation=recipe.aggregation,
         up_codec=recipe.codec.up,
         down_codec=recipe.codec.down,
+        up_rules=recipe.codec.rules("up"),
+        down_rules=recipe.codec.rules("down"),
         open_objects=(Digest(tokenizer_object),) if tokenizer_object else (),
     )
     facts = _facts(data) if data else {}

@@ -11,7 +11,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -26,6 +26,7 @@ from pydantic import (
 
 from potluck.aggregation.config import AggregationConfig
 from potluck.codecs.base import codec, codec_names
+from potluck.codecs.policy import CodecPolicy, CodecRule
 from potluck.codecs.spec import parse_spec
 from potluck.coordinator.core import CheckpointConfig, ValidationConfig
 from potluck.coordinator.faults import nearest, sentence
@@ -74,16 +75,33 @@ class CodecConfig(BaseModel):
 
     up: str = Field(default="fp32", description=f"updates, from a worker to the coordinator: {_known_codecs}")
     down: str = Field(default="fp32", description=f"parameters, from the coordinator to the workers: {_down_codecs}")
+    up_rules: list[dict[str, Any]] = Field(
+        default=[],
+        description='tensors of updates that go another way: `[{match = "*.wte.*", codec = "bf16"}, '
+        '{max_numel = 4096, codec = "fp32"}]`; the first that fits',
+    )
+    down_rules: list[dict[str, Any]] = Field(default=[], description="the same for parameters")
 
     @field_validator("up", "down")
     @classmethod
     def _fit(cls, name: str, info: ValidationInfo) -> str:
         try:
-            codec(name)
-            parse_spec(name, "update" if info.field_name == "up" else "parameter")
+            return str(parse_spec(name, "update" if info.field_name == "up" else "parameter"))
         except RecipeError as error:
             raise ValueError(str(error)) from error
-        return name
+
+    @field_validator("up_rules", "down_rules")
+    @classmethod
+    def _readable(cls, rules: list[dict[str, Any]], info: ValidationInfo) -> list[dict[str, Any]]:
+        try:
+            for rule in CodecPolicy.from_json("fp32", rules).rules:
+                parse_spec(rule.codec, "update" if info.field_name == "up_rules" else "parameter")
+        except RecipeError as error:
+            raise ValueError(str(error)) from error
+        return rules
+
+    def rules(self, way: Literal["up", "down"]) -> tuple[CodecRule, ...]:
+        return CodecPolicy.from_json("fp32", self.up_rules if way == "up" else self.down_rules).rules
 
 
 class StrategyConfig(BaseModel):

@@ -232,7 +232,8 @@ class CoordinatorService:
         def allow(digest: Digest) -> bool:
             if digest in self.run.plan.open_objects:
                 return True
-            return any(digest in lease.message.objects for lease in self.run.fleet.book.of(member.id))
+            leases = [lease.message for lease in self.run.fleet.book.of(member.id)]
+            return any(digest in x.objects or any(digest == d.delta for d in x.deltas) for x in leases)
 
         return allow
 

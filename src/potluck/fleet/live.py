@@ -509,7 +509,7 @@ class LiveFleet:
     # Issuing
 
     async def _publish(self, tasks: Iterable[BoundTask]) -> None:
-        await self.publisher.publish(handle for bound in tasks for handle in handles(bound.arguments))
+        await self.publisher.publish(dict.fromkeys(named for bound in tasks for named in handles(bound.arguments)))
 
     async def _issue(
         self, holder: Attempt, work: Sequence[tuple[WorkerId, BoundTask, str, int]], *, expects: Reduction | None
@@ -538,6 +538,7 @@ class LiveFleet:
                 next_version=f"r{holder.round}-a{attempt}-{key.replace('/', '.')}" if pinned else "",
                 num_inline=len(encoded.inline),
                 up_codec=self._run.up_codec,
+                deltas=self.publisher.deltas_to(encoded.objects),
                 held_out=bound.held_out_part >= 0,
                 num_sequences=bound.num_sequences,
             )

@@ -1,47 +1,152 @@
-"""What workers get of the model: handles as objects, each encoded once and served to everyone."""
+"""What workers get of the model: handles as objects, each encoded once and served to everyone.
+
+With a delta codec on the downlink, each version is published twice: whole, in fp32, for those who join, and as the
+difference to the version before for those who hold that. Which versions there are is written down, since a version
+cannot be made again without the one before it.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from torch import Tensor
 
 from potluck.clock import Executor
 from potluck.codecs.base import codec
-from potluck.codecs.bundle import write_flat_slices
+from potluck.codecs.bundle import Bundle, write_flat_slices
+from potluck.codecs.delta import CHANGE, WHOLE, write_sum
+from potluck.protocol import pb
+from potluck.storage.files import unfinished_name, write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
 from potluck.strategies.run import RunFacts
 from potluck.types.ids import Digest
-from potluck.types.params import Params
+from potluck.types.params import Fragment, Params
+
+max_chain = 3
+"""Differences that are kept: who missed more rounds than that fetches the whole."""
+largest_change = 0.5
+"""A version further than this share of its norm from the one before is published whole only."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """`target` is `base` plus the difference in `change`; all three are objects."""
+
+    target: Digest
+    base: Digest
+    change: Digest
 
 
 class Publisher:
     def __init__(
-        self, run: RunFacts, params: ParamStore, objects: ObjectStore, scratch: Path, executor: Executor
+        self, run: RunFacts, params: ParamStore, objects: ObjectStore, folder: Path, executor: Executor
     ) -> None:
         self._run, self._params, self._objects = run, params, objects
-        self._scratch, self._executor = scratch, executor
+        self._folder, self._executor = folder, executor
         self._published: dict[Params, Digest] = {}
+        self._latest: dict[str, Digest] = {}  # by the name of the argument that it is
+        self._deltas: dict[str, list[Delta]] = {}
+        self._path = folder / "published.json"
+        if run.down.is_delta:
+            self._load()
 
     @property
     def digests(self) -> dict[Params, Digest]:
         """Every published handle and its object."""
         return self._published
 
-    async def publish(self, handles: Iterable[Params]) -> None:
-        """Have these handles as objects, in the codec of the run's downlink."""
-        for handle in dict.fromkeys(handles):
-            if handle not in self._published or not self._objects.has(self._published[handle]):
-                self._published[handle] = await self._executor.run(self._encode, handle)
+    def objects(self) -> set[Digest]:
+        """Everything that is fetched, or needed for the next version."""
+        changes = (delta.change for deltas in self._deltas.values() for delta in deltas)
+        return {*self._published.values(), *self._latest.values(), *changes}
+
+    def deltas_to(self, digests: Iterable[Digest]) -> list[pb.Delta]:
+        """The kept differences that lead to one of these objects."""
+        wanted = set(digests)
+        found: list[pb.Delta] = []
+        for delta in (d for deltas in self._deltas.values() for d in reversed(deltas)):
+            if delta.target in wanted:
+                wanted.add(delta.base)
+                found.append(pb.Delta(target=delta.target, base=delta.base, delta=delta.change))
+        return found
+
+    async def publish(self, named: Iterable[tuple[str, Params]]) -> None:
+        """Have these handles as objects. A name is that of the argument: its last version is what a delta is to."""
+        for name, handle in named:
+            known = self._published.get(handle)
+            if known is None or not self._objects.has(known):
+                known = await self._executor.run(self._encode, name, handle)
+                self._published[handle] = known
+            elif self._latest.get(name) == known:
+                continue
+            if self._run.down.is_delta:
+                self._latest[name] = known
+                await self._executor.run(self._save)
 
     def forget(self, keep: set[Params]) -> None:
         """Drop the objects of handles that nobody needs any more."""
         for handle in [h for h in self._published if h not in keep]:
             del self._published[handle]
 
-    def _encode(self, handle: Params) -> Digest:
-        path = self._scratch / f"publish-{handle.fragments[0].name}"
-        read = partial(self._params.read_slice, handle)
-        write_flat_slices(path, "params", read, self._run.layout, codec(self._run.down_codec))
+    def _encode(self, name: str, handle: Params) -> Digest:
+        base = self._latest.get(name)
+        if self._run.down.is_delta and base is not None and self._objects.has(base):
+            delta = self._encode_delta(base, handle)
+            if delta is not None:
+                self._deltas[name] = [*self._deltas.get(name, []), delta][-max_chain:]
+                return delta.target
+        path = self._scratch("whole")
+        whole = codec("fp32") if self._run.down.is_delta else self._run.down_policy
+        write_flat_slices(path, WHOLE, lambda a, b: self._params.read_slice(handle, a, b), self._run.layout, whole)
         return self._objects.adopt(path)
+
+    def _encode_delta(self, base: Digest, handle: Params) -> Delta | None:
+        """The new version and the way to it; None if it is too far away."""
+        layout, change, whole = self._run.layout, self._scratch("change"), self._scratch("whole")
+        squares = [0.0, 0.0]
+        with Bundle.open(self._objects.path(base)) as before:
+
+            def read(start: int, stop: int) -> Tensor:
+                theta = self._params.read_slice(handle, start, stop)
+                difference = theta - before.flat_slice(WHOLE, layout, start, stop)
+                for i, part in enumerate((theta, difference)):
+                    squares[i] += float(np.square(part.numpy(), dtype=np.float64).sum())
+                return difference
+
+            write_flat_slices(change, CHANGE, read, layout, self._run.down_policy)
+        if math.sqrt(squares[1]) > largest_change * math.sqrt(squares[0]):
+            change.unlink()
+            return None
+        write_sum(whole, self._objects.path(base), change, layout)
+        return Delta(target=self._objects.adopt(whole), base=base, change=self._objects.adopt(change))
+
+    def _scratch(self, what: str) -> Path:
+        return unfinished_name(self._folder / f"publish-{what}")
+
+    # What must survive the process
+
+    def _save(self) -> None:
+        handles = [[[[f.name, f.numel] for f in h.fragments], digest] for h, digest in self._published.items()]
+        deltas = {name: [[d.target, d.base, d.change] for d in deltas] for name, deltas in self._deltas.items()}
+        value = {"handles": handles, "latest": self._latest, "deltas": deltas}
+        write_atomic(self._path, json.dumps(value).encode())
+
+    def _load(self) -> None:
+        """What an earlier process published, as far as it is still here."""
+        try:
+            value = json.loads(self._path.read_bytes())
+        except FileNotFoundError:
+            return
+        for fragments, digest in value["handles"]:
+            if self._objects.has(Digest(digest)):
+                self._published[Params(tuple(Fragment(name, numel) for name, numel in fragments))] = Digest(digest)
+        self._latest = {n: Digest(d) for n, d in value["latest"].items() if self._objects.has(Digest(d))}
+        for name, rows in value["deltas"].items():
+            found = [Delta(*map(Digest, row)) for row in rows]
+            self._deltas[name] = [d for d in found if self._objects.has(d.change)]

@@ -85,7 +85,7 @@ class WelcomeReply(_message.Message):
     def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., run_id: _Optional[str] = ..., run_json: _Optional[str] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("key", "attempt", "round", "task", "kind", "arguments_json", "objects", "spans", "base_version", "next_version", "num_inline", "up_codec", "running_only", "held_out", "num_sequences")
+    __slots__ = ("key", "attempt", "round", "task", "kind", "arguments_json", "objects", "spans", "base_version", "next_version", "num_inline", "up_codec", "running_only", "held_out", "num_sequences", "deltas")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Lease(_message.Message):
     RUNNING_ONLY_FIELD_NUMBER: _ClassVar[int]
     HELD_OUT_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
     key: str
     attempt: int
     round: int
@@ -116,7 +117,18 @@ class Lease(_message.Message):
     running_only: bool
     held_out: bool
     num_sequences: int
-    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., task: _Optional[str] = ..., kind: _Optional[str] = ..., arguments_json: _Optional[str] = ..., objects: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., base_version: _Optional[str] = ..., next_version: _Optional[str] = ..., num_inline: _Optional[int] = ..., up_codec: _Optional[str] = ..., running_only: _Optional[bool] = ..., held_out: _Optional[bool] = ..., num_sequences: _Optional[int] = ...) -> None: ...
+    deltas: _containers.RepeatedCompositeFieldContainer[Delta]
+    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., task: _Optional[str] = ..., kind: _Optional[str] = ..., arguments_json: _Optional[str] = ..., objects: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., base_version: _Optional[str] = ..., next_version: _Optional[str] = ..., num_inline: _Optional[int] = ..., up_codec: _Optional[str] = ..., running_only: _Optional[bool] = ..., held_out: _Optional[bool] = ..., num_sequences: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
+
+class Delta(_message.Message):
+    __slots__ = ("target", "base", "delta")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    target: str
+    base: str
+    delta: str
+    def __init__(self, target: _Optional[str] = ..., base: _Optional[str] = ..., delta: _Optional[str] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("shard", "start", "stop", "epoch", "digest")

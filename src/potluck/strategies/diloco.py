@@ -17,8 +17,6 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from potluck.codecs.base import codec
-from potluck.codecs.bundle import flat_size
 from potluck.optim.outer import nesterov
 from potluck.strategies.fleet import Fleet, weighted_mean
 from potluck.strategies.replica import Replica
@@ -104,7 +102,4 @@ class DiLoCo:  # the half that runs on the coordinator
         )
 
     def estimate(self, run: RunFacts) -> RoundBytes:
-        return RoundBytes(
-            up=flat_size("delta", run.layout, codec(run.up_codec)),
-            down=flat_size("params", run.layout, codec(run.down_codec)),
-        )
+        return RoundBytes(up=run.up_bytes("delta"), down=run.down_bytes())

@@ -10,6 +10,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from potluck.aggregation.config import AggregationConfig
+from potluck.codecs.bundle import flat_size
+from potluck.codecs.delta import CHANGE, WHOLE
+from potluck.codecs.policy import CodecPolicy, CodecRule
+from potluck.codecs.spec import CodecSpec, parse_spec
 from potluck.optim.inner import InnerConfig
 from potluck.strategies.state import State
 from potluck.types.params import Layout, Params
@@ -37,6 +41,7 @@ class RunSpec(BaseModel):
     data_options: dict[str, Any] = {}  # how private and listed files are read: data/config.py
     tokenizer_object: str = ""  # digest; private and listed text needs it
     heartbeat_s: float = Field(default=2.0, gt=0, le=3600)  # a worker reports at least this often
+    up_rules: list[dict[str, Any]] = []  # which tensors of a result go in which codec: codecs/policy.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +72,28 @@ class RunFacts:
     seq_len: int
     inner: InnerConfig
     budget: Budget
-    up_codec: str
+    up_codec: str  # a spec (codecs/spec.py); a fleet may choose another one for a worker and a round
     down_codec: str
+    up_rules: tuple[CodecRule, ...] = ()
+    down_rules: tuple[CodecRule, ...] = ()
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
+
+    @property
+    def down(self) -> CodecSpec:
+        return parse_spec(self.down_codec)
+
+    @property
+    def down_policy(self) -> CodecPolicy:
+        return CodecPolicy(default=self.down.codec.name, rules=self.down_rules)
+
+    def up_bytes(self, name: str) -> int:
+        """What a result's vector of this name takes on the way up."""
+        policy = CodecPolicy(default=parse_spec(self.up_codec).codec.name, rules=self.up_rules)
+        return flat_size(name, self.layout, policy)
+
+    def down_bytes(self) -> int:
+        """What a version of the parameters takes on the way down, to those who hold the one before."""
+        return flat_size(CHANGE if self.down.is_delta else WHOLE, self.layout, self.down_policy)
 
     def tokens_per_step(self, num_steps: int = 1) -> int:
         """Tokens in that many inner steps of one worker."""

@@ -16,8 +16,6 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from potluck.codecs.base import codec
-from potluck.codecs.bundle import flat_size
 from potluck.optim.inner import InnerConfig, learning_rate
 from potluck.optim.outer import adamw, sgd
 from potluck.strategies.fleet import Fleet, total
@@ -83,10 +81,7 @@ class SyncSGD:
         )
 
     def estimate(self, run: RunFacts) -> RoundBytes:
-        return RoundBytes(
-            up=flat_size("gradient", run.layout, codec(run.up_codec)),
-            down=flat_size("params", run.layout, codec(run.down_codec)),
-        )
+        return RoundBytes(up=run.up_bytes("gradient"), down=run.down_bytes())
 
 
 def clip_scale(norm: float, clip: float) -> float:

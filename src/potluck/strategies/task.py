@@ -148,22 +148,22 @@ def encode_arguments(arguments: Mapping[str, Any], publish: Mapping[Params, Dige
     return EncodedArguments(value=value, objects=tuple(dict.fromkeys(objects)), inline=tuple(inline))
 
 
-def handles(arguments: Mapping[str, Any]) -> tuple[Params, ...]:
-    """Every `Params` among the arguments, so that it can be published first."""
-    found: dict[Params, None] = {}
+def handles(arguments: Mapping[str, Any]) -> tuple[tuple[str, Params], ...]:
+    """Every `Params` among the arguments once, with the argument it is in, so that it can be published first."""
+    found: dict[Params, str] = {}
 
-    def walk(value: Any) -> None:
+    def walk(name: str, value: Any) -> None:
         if isinstance(value, Params):
-            found[value] = None
+            found.setdefault(value, name)
         elif isinstance(value, Mapping):
-            for item in value.values():
-                walk(item)
+            for key, item in value.items():
+                walk(name or str(key), item)
         elif isinstance(value, list | tuple):
             for item in value:
-                walk(item)
+                walk(name, item)
 
-    walk(arguments)
-    return tuple(found)
+    walk("", arguments)
+    return tuple((name, handle) for handle, name in found.items())
 
 
 def decode_arguments(

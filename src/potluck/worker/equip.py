@@ -60,8 +60,8 @@ async def equip(
         note(sources.own.report.sentence())
     trainer = await compute.run(build)
     runner = Runner(
-        folder=run_folder, trainer=trainer, sources=sources, link=link, clock=clock, compute=compute, files=files,
-        note=note, cost_s=cost_s,
+        spec=spec, folder=run_folder, trainer=trainer, sources=sources, link=link, clock=clock, compute=compute,
+        files=files, note=note, cost_s=cost_s,
         share=MachineShare(share_dir / spec.run_id, clock, files) if share_dir else None,
     )  # fmt: skip
     await runner.restore()

@@ -7,24 +7,28 @@ import json
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from potluck.clock import Clock, Executor
-from potluck.codecs.base import codec
-from potluck.codecs.bundle import Bundle, write_flat_slices
+from potluck.codecs.bundle import Bundle
+from potluck.codecs.delta import WHOLE, write_sum
+from potluck.codecs.policy import CodecPolicy
+from potluck.codecs.spec import parse_spec
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb, upload_purpose
 from potluck.storage.digest import check_digest
 from potluck.storage.files import unfinished_name
 from potluck.strategies.replica import TaskCancelled
+from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, TaskFunction, decode_arguments, installed
 from potluck.types.errors import CorruptError, PotluckError, Refused
 from potluck.types.ids import Digest
 from potluck.types.untrusted import printable
 from potluck.types.vector import Vector
+from potluck.worker.feedback import write_update
 from potluck.worker.link import Link
 from potluck.worker.session import Post
 from potluck.worker.share import MachineShare
@@ -34,6 +38,8 @@ from potluck.worker.trainer import Trainer
 
 MAX_WANTED = 256
 recent_leases = 4
+max_way = 8
+"""Differences in a row from a version that is here."""
 
 
 def lease_id(lease: pb.Lease | pb.TaskResult) -> LeaseId:
@@ -50,13 +56,14 @@ class Runner:
     """Holds what is wanted, does it in order, and keeps results until they are acknowledged."""
 
     def __init__(
-        self, *, folder: RunFolder, trainer: Trainer, sources: Sources, link: Link, clock: Clock,
+        self, *, spec: RunSpec, folder: RunFolder, trainer: Trainer, sources: Sources, link: Link, clock: Clock,
         compute: Executor, files: Executor, note: Callable[[str], None],
         cost_s: Callable[[pb.Lease], float] = lambda _: 0.0, share: MachineShare | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.trainer, self.sources, self.link = folder, trainer, sources, link
         self._clock, self._compute, self._files, self._note, self._cost_s = clock, compute, files, note, cost_s
         self._share = share
+        self._seed, self._up_rules = spec.seed, CodecPolicy.from_json("fp32", spec.up_rules).rules
         self.wanted: dict[LeaseId, pb.Lease] = {}
         self.results: dict[LeaseId, pb.TaskResult] = {}
         self.inline_results: dict[LeaseId, dict[str, Tensor]] = {}
@@ -89,6 +96,7 @@ class Runner:
             if verdict.verdict == "refused":
                 reason = printable(f"{verdict.key} of round {verdict.round + 1}: {verdict.reason}", 500)
                 self._note(f"the coordinator refused {reason}")
+                await self._files.run(self.folder.drop_residual, self.adopted)
         settled = {(v.round, v.attempt, v.key) for v in desired.verdicts}
         gone = [i for i in self.results if i in settled or session_of(i) not in self.wanted]
         for id in gone:
@@ -182,7 +190,7 @@ class Runner:
             raise Refused(f"session {lease.key[:100]!r} does not run here any more")
         self._recent.append(tuple(check_digest(d) for d in lease.objects))
         for digest in self._recent[-1]:
-            await self._fetch(digest)
+            await self._fetch(digest, lease.deltas)
         operands = await self._wait_operands(lease) if lease.num_inline else {}
         arguments = await self._files.run(self._decode, json.loads(lease.arguments_json), operands)
         started = self._clock.now()
@@ -259,14 +267,47 @@ class Runner:
             on_progress=lambda n: self._moved("uploading", n),
         )  # fmt: skip
 
-    async def _fetch(self, digest: Digest) -> None:
+    async def _fetch(self, digest: Digest, deltas: Iterable[pb.Delta] = ()) -> None:
         if self.folder.objects.has(digest):
             return
         self.activity = ("downloading", 0)
         if self._share is None:
-            await self._download(digest)
+            await self._obtain(digest, deltas)
         else:
-            await self._share.fetch(digest, self.folder.objects, lambda: self._download(digest))
+            await self._share.fetch(digest, self.folder.objects, lambda: self._obtain(digest, deltas))
+
+    async def _obtain(self, digest: Digest, deltas: Iterable[pb.Delta]) -> None:
+        """By the differences from a version that is here, where they lead to it; else whole."""
+        try:
+            for delta in self._way_to(digest, deltas):
+                await self._download(check_digest(delta.delta))
+                await self._files.run(self._apply, delta)
+        except (CorruptError, Refused) as error:
+            self._note(f"{error}; the whole model is fetched instead")
+        if not self.folder.objects.has(digest):
+            await self._download(digest)
+
+    def _way_to(self, digest: Digest, deltas: Iterable[pb.Delta]) -> list[pb.Delta]:
+        by_target = {delta.target: delta for delta in deltas}
+        way: list[pb.Delta] = []
+        at = digest
+        while not self.folder.objects.has(at):
+            delta = by_target.get(at)
+            if delta is None or len(way) == max_way:
+                return []
+            way.insert(0, delta)
+            at = check_digest(delta.base)
+        return way
+
+    def _apply(self, delta: pb.Delta) -> None:
+        """In a file thread. CorruptError if it does not lead where it says."""
+        path = unfinished_name(self.folder.root / "version")
+        base, change = (self.folder.objects.path(check_digest(d)) for d in (delta.base, delta.delta))
+        write_sum(path, base, change, self.trainer.layout)
+        with self._storing:
+            found = self.folder.objects.adopt(path)
+        if found != delta.target:
+            raise CorruptError(f"the difference {delta.delta[:23]} leads to {found[:23]}, not to {delta.target[:23]}")
 
     async def _download(self, digest: Digest) -> None:
         await self.link.fetch(digest, self.folder.objects, self._files, lambda n: self._moved("downloading", n))
@@ -292,8 +333,8 @@ class Runner:
         def params(digest: Digest) -> Vector:
             layout = self.trainer.layout
             bundle = Bundle.open(self.folder.objects.path(digest))
-            bundle.check_layout("params", layout)
-            return Vector(layout.numel, lambda start, stop: bundle.flat_slice("params", layout, start, stop))
+            bundle.check_layout(WHOLE, layout)
+            return Vector(layout.numel, lambda start, stop: bundle.flat_slice(WHOLE, layout, start, stop))
 
         def tensors(digest: Digest) -> Mapping[str, Tensor]:
             with Bundle.open(self.folder.objects.path(digest)) as bundle:
@@ -313,7 +354,10 @@ class Runner:
         if vector.numel != layout.numel:
             raise ValueError(f"{name} has {vector.numel} elements and the model has {layout.numel}")
         path = unfinished_name(self.folder.root / "result")  # a session's results may be encoded two at a time
-        write_flat_slices(path, name, vector.read, layout, codec(lease.up_codec or "fp32"))
+        write_update(
+            path, name, vector, layout=layout, spec=parse_spec(lease.up_codec or "fp32"), rules=self._up_rules,
+            lease=lease, folder=self.folder, seed=self._seed,
+        )  # fmt: skip
         with self._storing:
             digest = self.folder.objects.adopt(path)
             self._unsent.add(digest)

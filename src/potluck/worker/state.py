@@ -4,6 +4,7 @@
     STATE/identity/         key and certificate (transport/security)
     STATE/runs/RUN/objects/      what it downloaded and will upload
     STATE/runs/RUN/local/VERSION.safetensors   inner optimizer, data position: one file a version
+    STATE/runs/RUN/local/VERSION.residual      what codecs lost so far (worker/feedback.py), fp32
     STATE/runs/RUN/results.json  finished work that the coordinator has not acknowledged
 
 A task reads version v and writes v+1 beside it. The worker adopts v+1 when the coordinator says it was committed and
@@ -47,6 +48,13 @@ class RunFolder:
         name = hashlib.sha256(version.encode()).hexdigest()[:32]  # a version is a name from the network
         return self._local / f"{name}.safetensors"
 
+    def residual_path(self, version: str) -> Path:
+        """Where the error feedback of a version is, or would be."""
+        return self._path(version).with_suffix(".residual")
+
+    def drop_residual(self, version: str) -> None:
+        self.residual_path(version).unlink(missing_ok=True)
+
     def has_version(self, version: str) -> bool:
         return bool(version) and self._path(version).exists()
 
@@ -71,9 +79,9 @@ class RunFolder:
 
     def keep_versions(self, keep: Iterable[str]) -> None:
         """Drop every state that is neither adopted nor waited for."""
-        paths = {self._path(version) for version in keep if version}
-        for path in self._local.glob("*.safetensors"):
-            if path not in paths:
+        stems = {self._path(version).stem for version in keep if version}
+        for path in self._local.iterdir():
+            if path.stem not in stems:
                 path.unlink(missing_ok=True)
 
     # Results that wait for their verdict

@@ -1,0 +1,34 @@
+"""A version of the parameters as a difference to the one before: what the downlink sends to those who hold that one.
+
+    P_t = P_(t-1) + decode(C(theta_t - P_(t-1)))
+
+P_t, not theta_t, is what everyone trains from: the coordinator computes it like every worker does, element by element
+in fp32, so all have the same bits, and what C lost in one round is part of the next difference.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from potluck.codecs.base import codec
+from potluck.codecs.bundle import Bundle, write_flat_slices
+from potluck.types.params import Layout
+
+WHOLE = "params"
+CHANGE = "change"
+
+
+def write_sum(path: Path, base: Path, change: Path, layout: Layout) -> None:
+    """Write the parameters of `base` plus the difference in `change`, as fp32. CorruptError if they are not these."""
+    with Bundle.open(base) as before, Bundle.open(change) as difference:
+        before.check_layout(WHOLE, layout)
+        difference.check_layout(CHANGE, layout)
+
+        def read(start: int, stop: int) -> Tensor:
+            values = before.flat_slice(WHOLE, layout, start, stop)
+            difference.accumulate(CHANGE, layout, values, start, 1.0)
+            return values
+
+        write_flat_slices(path, WHOLE, read, layout, codec("fp32"))

@@ -1,0 +1,65 @@
+"""Error feedback: what a codec lost of one update is added to the next.
+
+    a = beta e + x      send C(a)      e = a - decode(C(a))
+
+e is pinned state: it is written beside the one it came from under the name of the state that the task produces, and
+adopted with it. So an update that was dropped, late or in a discarded round leaves e, the optimizer and the data as
+they were before it, and the work is done again from there: no mass is lost and none counts twice. A refused update
+resets e, since what made it invalid may be in it. e lies in a mapped file and costs no memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from potluck.codecs.bundle import write_flat_slices
+from potluck.codecs.policy import CodecPolicy, CodecRule
+from potluck.codecs.spec import CodecSpec
+from potluck.protocol import pb
+from potluck.storage.files import require_free
+from potluck.types.params import Layout, type_bytes
+from potluck.types.vector import Vector
+from potluck.worker.state import RunFolder
+
+max_age_rounds = 64
+"""What was left over longer ago than this belongs to another model by now."""
+_round_of = re.compile(r"r([0-9]{1,12})-")
+
+
+def write_update(
+    path: Path, name: str, vector: Vector, *, layout: Layout, spec: CodecSpec, rules: tuple[CodecRule, ...],
+    lease: pb.Lease, folder: RunFolder, seed: int,
+) -> None:  # fmt: skip
+    """Write a result's vector as the lease's spec says. InvalidUpdate if it is not finite."""
+    policy = CodecPolicy(default=spec.codec.name, rules=rules)
+    noise = int.from_bytes(hashlib.sha256(f"{seed}/{lease.round}/{lease.key}".encode()).digest()[:8], "little")
+    if not spec.beta or not lease.next_version:
+        write_flat_slices(path, name, vector.read, layout, policy, seed=noise)
+        return
+    before = _left_over(folder, lease, layout)
+    after_path = folder.residual_path(lease.next_version)
+    scratch = after_path.with_suffix(".unfinished")
+    require_free(scratch, layout.numel * type_bytes)
+    after = _mapped(scratch, layout.numel)
+    total = vector if before is None else vector + spec.beta * before
+    write_flat_slices(path, name, total.read, layout, policy, seed=noise, residual=after)
+    scratch.replace(after_path)
+
+
+def _left_over(folder: RunFolder, lease: pb.Lease, layout: Layout) -> Vector | None:
+    match = _round_of.match(lease.base_version)
+    path = folder.residual_path(lease.base_version)
+    is_young = match is not None and lease.round - int(match[1]) <= max_age_rounds
+    if not is_young or not path.is_file() or path.stat().st_size != layout.numel * type_bytes:
+        return None
+    return Vector.of(_mapped(path, layout.numel))
+
+
+def _mapped(path: Path, numel: int) -> Tensor:
+    """A file of fp32 as a tensor, made where it is not there."""
+    return torch.from_file(str(path), shared=True, size=numel, dtype=torch.float32)

@@ -1,0 +1,116 @@
+"""Versions as differences: everyone who follows them holds the coordinator's bits."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from potluck.clock import ThreadExecutor
+from potluck.codecs.bundle import Bundle
+from potluck.codecs.delta import WHOLE, write_sum
+from potluck.fleet.publisher import Publisher, max_chain
+from potluck.optim.inner import InnerConfig
+from potluck.storage.objects import ObjectStore
+from potluck.storage.params import ParamStore
+from potluck.strategies.run import Budget, RunFacts
+from potluck.types.ids import Digest
+from potluck.types.params import Layout, Params
+
+layout = Layout.of([("w", (100, 90)), ("b", (90,))])
+
+
+class Home:
+    def __init__(self, folder: Path, down: str = "int8-delta") -> None:
+        self.folder, self.params, self.objects = folder, ParamStore(folder / "params"), ObjectStore(folder / "objects")
+        self.down = down
+        self.restart()
+
+    def restart(self) -> None:
+        nothing = Params(())
+        facts = RunFacts(
+            seed=1, layout=layout, initial=nothing, zeros=nothing, seq_len=8, inner=InnerConfig(), budget=Budget(rounds=1),
+            up_codec="fp32", down_codec=self.down,
+        )  # fmt: skip
+        self.publisher = Publisher(facts, self.params, self.objects, self.folder, ThreadExecutor())
+
+    def publish(self, number: int, values: Tensor, name: str = "theta") -> Digest:
+        handle = self.params.create(f"v{number}", values)
+        asyncio.run(self.publisher.publish([(name, handle)]))
+        return self.publisher.digests[handle]
+
+    def read(self, digest: Digest) -> Tensor:
+        with Bundle.open(self.objects.path(digest)) as bundle:
+            return bundle.decode_flat(WHOLE, layout)
+
+
+def versions(num: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    first = torch.randn(layout.numel, generator=generator)
+    steps = [0.01 * torch.randn(layout.numel, generator=generator) for _ in range(num - 1)]
+    return [first + sum(steps[:i], torch.zeros(layout.numel)) for i in range(num)]
+
+
+def test_a_worker_that_follows_has_the_coordinators_bits_and_errors_do_not_add_up(tmp_path: Path) -> None:
+    home, thetas = Home(tmp_path), versions(8)
+    held, at = ObjectStore(tmp_path / "worker"), home.publish(0, thetas[0])
+    assert torch.equal(home.read(at), thetas[0])
+    (tmp_path / "copy").write_bytes(home.objects.path(at).read_bytes())
+    assert held.adopt(tmp_path / "copy") == at
+    for i, theta in enumerate(thetas[1:], start=1):
+        digest = home.publish(i, theta)
+        delta = home.publisher.deltas_to([digest])[0]
+        assert (delta.target, delta.base) == (digest, at)
+        write_sum(tmp_path / "next", held.path(at), home.objects.path(Digest(delta.delta)), layout)
+        at = held.adopt(tmp_path / "next")
+        assert at == digest
+        assert (home.read(digest) - theta).abs().max() < 0.01 * 5 / 127  # what this step alone loses
+
+
+def test_the_way_to_the_last_version_has_the_last_differences(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    digests = [home.publish(i, theta) for i, theta in enumerate(versions(6))]
+    way = home.publisher.deltas_to([digests[-1]])
+    assert [(d.target, d.base) for d in way] == [(digests[i], digests[i - 1]) for i in (5, 4, 3)]
+    assert len(way) == max_chain
+    sizes = [home.objects.size(Digest(d.delta)) for d in way]
+    assert max(sizes) < 0.3 * home.objects.size(digests[-1])
+
+
+def test_versions_go_on_after_a_restart_as_without_one(tmp_path: Path) -> None:
+    thetas = versions(4)
+    one, other = Home(tmp_path / "one"), Home(tmp_path / "other")
+    straight = [one.publish(i, theta) for i, theta in enumerate(thetas)]
+    broken: list[Digest] = []
+    for i, theta in enumerate(thetas):
+        broken.append(other.publish(i, theta))
+        other.restart()
+        assert other.publish(i, theta) == broken[-1]  # found, not made again
+    assert straight == broken
+
+
+def test_a_version_far_away_is_sent_whole(tmp_path: Path) -> None:
+    home, (first, _) = Home(tmp_path), versions(2)
+    home.publish(0, first)
+    far = home.publish(1, -first)
+    assert torch.equal(home.read(far), -first)
+    assert home.publisher.deltas_to([far]) == []
+
+
+def test_two_arguments_are_two_chains(tmp_path: Path) -> None:
+    home, thetas = Home(tmp_path), versions(2)
+    control = 100 * torch.ones(layout.numel)
+    home.publish(0, thetas[0], "theta")
+    home.publish(1, control, "control")
+    digest = home.publish(2, thetas[1], "theta")
+    assert (home.read(digest) - thetas[1]).abs().max() < 0.01 * 5 / 127
+
+
+def test_without_deltas_each_version_is_one_object(tmp_path: Path) -> None:
+    home, thetas = Home(tmp_path, down="bf16"), versions(2)
+    digests = [home.publish(i, theta) for i, theta in enumerate(thetas)]
+    assert home.publisher.deltas_to(digests) == []
+    assert home.publisher.objects() == set(digests)
+    assert not (tmp_path / "published.json").exists()
