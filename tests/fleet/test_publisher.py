@@ -31,8 +31,8 @@ class Home:
     def restart(self) -> None:
         nothing = Params(())
         facts = RunFacts(
-            seed=1, layout=layout, initial=nothing, zeros=nothing, seq_len=8, inner=InnerConfig(), budget=Budget(rounds=1),
-            up_codec="fp32", down_codec=self.down,
+            seed=1, layout=layout, initial=nothing, zeros=nothing, seq_len=8, inner=InnerConfig(),
+            budget=Budget(rounds=1), up_codec="fp32", down_codec=self.down,
         )  # fmt: skip
         self.publisher = Publisher(facts, self.params, self.objects, self.folder, ThreadExecutor())
 

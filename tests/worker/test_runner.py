@@ -57,7 +57,8 @@ def make(folder: Path, trainer: Trainer | None = None) -> Runner:
     trainer = trainer or Trainer(Device(), home, lambda _: None)  # pyright: ignore[reportArgumentType]
     return Runner(
         spec=spec(), folder=home, trainer=trainer, sources=Sources(spec=spec(), objects=home.objects),
-        link=Link(VirtualClock()), clock=VirtualClock(), compute=InlineExecutor(), files=InlineExecutor(), note=lambda _: None,
+        link=Link(VirtualClock()), clock=VirtualClock(), compute=InlineExecutor(), files=InlineExecutor(),
+        note=lambda _: None,
     )  # fmt: skip
 
 

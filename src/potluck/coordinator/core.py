@@ -27,6 +27,7 @@ from potluck.fleet.config import FleetConfig
 from potluck.fleet.intake import Intake
 from potluck.fleet.live import LiveFleet
 from potluck.fleet.roster import LeaseId, Roster
+from potluck.planner.compression import CompressionConfig
 from potluck.storage.checkpoints import Checkpoints
 from potluck.storage.database import Database
 from potluck.storage.ledger import CommitRow, Ledger
@@ -86,6 +87,7 @@ class Plan:
     down_codec: str = "fp32"
     up_rules: tuple[CodecRule, ...] = ()
     down_rules: tuple[CodecRule, ...] = ()
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
     open_objects: tuple[Digest, ...] = ()  # what any member may fetch: the tokenizer
 
 
@@ -107,6 +109,7 @@ class Coordinator:
             data=deck, scratch=folder, clock=clock, lanes=lanes,
         )  # fmt: skip
         self.fleet.lost = lambda worker, reason: self.tell("lost", reason, worker=worker, reason=reason)
+        self.fleet.encoding.told = lambda worker, reason: self.tell("codec", reason, worker=worker, reason=reason)
         self.fleet.waits = lambda text: self.tell("waiting", text, reason=text)
         self.fleet.combined = self._combined
         self.intake = Intake(self.fleet, clock, lanes)
@@ -152,6 +155,7 @@ class Coordinator:
                 down_codec=plan.down_codec,
                 up_rules=plan.up_rules,
                 down_rules=plan.down_rules,
+                compression=plan.compression,
                 aggregation=plan.aggregation,
             )
             return ledger, params, facts

@@ -16,6 +16,7 @@ class Event:
     - `waiting`: reason                    what the run waits for
     - `round`: round, loss, workers, tokens, seconds    a round was committed
     - `discarded`: round, reason           a round was discarded
+    - `codec`: worker, reason                 another codec was chosen for a worker's updates
     - `aggregation`: rule, left_out, scaled    updates that the rule did not count whole
     - `lost`: worker, reason             a piece of work was given up, or its result refused
     - `validation`: round, loss

@@ -111,6 +111,7 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         down_codec=recipe.codec.down,
         up_rules=recipe.codec.rules("up"),
         down_rules=recipe.codec.rules("down"),
+        compression=recipe.compression,
         open_objects=(Digest(tokenizer_object),) if tokenizer_object else (),
     )
     facts = _facts(data) if data else {}

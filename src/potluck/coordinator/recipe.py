@@ -35,6 +35,7 @@ from potluck.data.config import DataConfig
 from potluck.fleet.config import FleetConfig
 from potluck.models.config import ModelConfig
 from potluck.optim.inner import InnerConfig
+from potluck.planner.compression import CompressionConfig
 from potluck.strategies.registry import config_type
 from potluck.strategies.run import Budget
 from potluck.types.errors import RecipeError
@@ -134,6 +135,7 @@ class Recipe(BaseModel):
     budget: BudgetConfig
     strategy: StrategyConfig
     codec: CodecConfig = CodecConfig()
+    compression: CompressionConfig = CompressionConfig()
     aggregation: AggregationConfig = AggregationConfig()
     fleet: FleetConfig = FleetConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -152,6 +154,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "data": DataConfig,
     "budget": BudgetConfig,
     "codec": CodecConfig,
+    "compression": CompressionConfig,
     "aggregation": AggregationConfig,
     "fleet": FleetConfig,
     "checkpoint": CheckpointConfig,

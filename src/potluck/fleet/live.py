@@ -20,6 +20,7 @@ from potluck.aggregation.report import Report
 from potluck.clock import Clock, Lanes
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.config import FleetConfig
+from potluck.fleet.encoding import UpEncoding
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, loss, overdue, wire_attempt
 from potluck.fleet.publisher import Publisher
 from potluck.fleet.reduction import check_reduction, reduce_replies
@@ -70,6 +71,7 @@ class LiveFleet:
         self._run, self.config, self.roster, self.ledger = run, config, roster, ledger
         self.objects, self.params, self.data = objects, params, data
         self._clock, self._lanes = clock, lanes
+        self.encoding = UpEncoding(run, roster, lanes.compute)
         self.publisher = Publisher(run, params, objects, scratch, lanes.compute)
         self.book = LeaseBook()
         self.floating = Attempt(round=FLOATING)
@@ -518,6 +520,8 @@ class LiveFleet:
         if not work:
             return []
         rows: list[LeaseRow] = []
+        units = {worker: float(bound.num_sequences or 1) for worker, bound, _, _ in work}
+        specs = await self.encoding.specs(work[0][1].task, units) if expects else {}
         for worker, bound, key, issue in work:
             encoded = encode_arguments(bound.arguments, self.publisher.digests)
             spans = self.data.deal(worker, bound.num_sequences) if bound.num_sequences else []
@@ -537,7 +541,7 @@ class LiveFleet:
                 base_version=self.versions.get(worker, "") if pinned else "",
                 next_version=f"r{holder.round}-a{attempt}-{key.replace('/', '.')}" if pinned else "",
                 num_inline=len(encoded.inline),
-                up_codec=self._run.up_codec,
+                up_codec=specs.get(worker, self._run.up_codec),
                 deltas=self.publisher.deltas_to(encoded.objects),
                 held_out=bound.held_out_part >= 0,
                 num_sequences=bound.num_sequences,

@@ -15,6 +15,7 @@ from potluck.codecs.delta import CHANGE, WHOLE
 from potluck.codecs.policy import CodecPolicy, CodecRule
 from potluck.codecs.spec import CodecSpec, parse_spec
 from potluck.optim.inner import InnerConfig
+from potluck.planner.compression import CompressionConfig
 from potluck.strategies.state import State
 from potluck.types.params import Layout, Params
 
@@ -76,6 +77,7 @@ class RunFacts:
     down_codec: str
     up_rules: tuple[CodecRule, ...] = ()
     down_rules: tuple[CodecRule, ...] = ()
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
 
     @property

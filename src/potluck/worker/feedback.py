@@ -38,10 +38,11 @@ def write_update(
     """Write a result's vector as the lease's spec says. InvalidUpdate if it is not finite."""
     policy = CodecPolicy(default=spec.codec.name, rules=rules)
     noise = int.from_bytes(hashlib.sha256(f"{seed}/{lease.round}/{lease.key}".encode()).digest()[:8], "little")
-    if not spec.beta or not lease.next_version:
-        write_flat_slices(path, name, vector.read, layout, policy, seed=noise)
+    before = _left_over(folder, lease, layout) if lease.next_version else None
+    if not spec.beta or not lease.next_version:  # what an earlier round left over is sent along
+        total = vector if before is None else vector + before
+        write_flat_slices(path, name, total.read, layout, policy, seed=noise)
         return
-    before = _left_over(folder, lease, layout)
     after_path = folder.residual_path(lease.next_version)
     scratch = after_path.with_suffix(".unfinished")
     require_free(scratch, layout.numel * type_bytes)
