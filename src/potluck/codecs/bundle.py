@@ -11,6 +11,7 @@ import contextlib
 import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -51,12 +52,16 @@ most_unpacked = 64
 """Bytes that one byte of a losslessly packed tensor may become where no layout says how large the tensor is."""
 
 
+Pieces = Iterable[npt.NDArray[np.generic]]
+"""One buffer of a tensor, in pieces that follow each other."""
+
+
 # Writing
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
     """Write tensors as they are; the bytes of the file. TypeError for a dtype that bundles do not carry."""
-    return _write(path, _raw_rows(tensors), ([_raw_bytes(tensor)] for tensor in tensors.values()), True)
+    return _write(path, _raw_rows(tensors), ([[_raw_bytes(tensor)]] for tensor in tensors.values()), True)
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
@@ -91,28 +96,40 @@ def write_flat_slices(
     path: Path, name: str, read: Callable[[int, int], Tensor], layout: Layout, codec: Chosen, *, seed: int = 0,
     residual: Tensor | None = None,
 ) -> int:  # fmt: skip
-    """`write_flat` of a vector that is nowhere whole: `read(start, stop)` gives one tensor's elements at a time."""
+    """`write_flat` of a vector that is nowhere whole: `read(start, stop)` gives elements of one tensor."""
     if residual is not None and (residual.shape != (layout.numel,) or residual.dtype != torch.float32):
         raise ValueError(f"the residual of {name} is not fp32 [{layout.numel}]")
     chosen = [(tensor, _codec_for(codec, tensor)) for tensor in layout]
     arena = _Arena(chosen)
 
-    def encoded() -> Iterator[Sequence[npt.NDArray[np.generic]]]:
+    def encoded() -> Iterator[Iterable[Pieces]]:
         for tensor, its in chosen:
-            values = read(tensor.offset, tensor.stop).detach().to("cpu", torch.float32).contiguous()
-            out, key = arena.buffers(its, tensor.shape), noise_key(seed, tensor.offset)
-            try:
-                if residual is None:
-                    yield its.encode(values.numpy(), tensor.shape, seed=key, out=out)
-                else:
-                    rest = residual[tensor.offset : tensor.stop]
-                    if rest.data_ptr() != values.data_ptr():
-                        rest.copy_(values)
-                    yield its.encode_residual(rest.numpy(), tensor.shape, seed=key, out=out)
-            except InvalidUpdate as error:
-                raise InvalidUpdate(f"{name}/{tensor.name} {error}") from error
+
+            def values(start: int, stop: int, offset: int = tensor.offset) -> Values:
+                return read(offset + start, offset + stop).detach().to("cpu", torch.float32).contiguous().numpy()
+
+            rest = None if residual is None else residual[tensor.offset : tensor.stop].numpy()
+            key, out = noise_key(seed, tensor.offset), arena.buffers(its, tensor.shape)
+            encode = partial(its.encode_from, values, tensor.shape, seed=key, out=out, residual=rest)
+            yield _named(f"{name}/{tensor.name}", encode)
 
     return _write(path, _rows(name, chosen), encoded(), all(its.is_sized for _, its in chosen))
+
+
+def _named(what: str, encode: Callable[[], Iterator[Pieces]]) -> Iterator[Pieces]:
+    """What it encodes; an InvalidUpdate then says of which tensor."""
+
+    def told(pieces: Pieces) -> Pieces:
+        try:
+            yield from pieces
+        except InvalidUpdate as error:
+            raise InvalidUpdate(f"{what} {error}") from error
+
+    try:
+        for pieces in encode():
+            yield told(pieces)
+    except InvalidUpdate as error:
+        raise InvalidUpdate(f"{what} {error}") from error
 
 
 def flat_size(name: str, layout: Layout, codec: Chosen) -> int:
@@ -160,7 +177,7 @@ def _raw_bytes(tensor: Tensor) -> Bytes:
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _write(path: Path, rows: Sequence[Row], buffers: Iterable[Sequence[npt.NDArray[np.generic]]], sized: bool) -> int:
+def _write(path: Path, rows: Sequence[Row], buffers: Iterable[Iterable[Pieces]], sized: bool) -> int:
     """Write the header, then each tensor's buffers at their places. What was written of a failed bundle is removed.
 
     If sizes are known only afterwards, the header is written again over the one that has the largest.
@@ -182,16 +199,20 @@ def _write(path: Path, rows: Sequence[Row], buffers: Iterable[Sequence[npt.NDArr
     return header.total_bytes
 
 
-def _write_buffers(file: BinaryIO, tensors: Iterable[Sequence[npt.NDArray[np.generic]]]) -> list[list[int]]:
-    """The sizes of the buffers written."""
+def _write_buffers(file: BinaryIO, tensors: Iterable[Iterable[Pieces]]) -> list[list[int]]:
+    """The sizes of the buffers written. Each comes in pieces."""
     stop = 0
     sizes: list[list[int]] = []
     for buffers in tensors:
-        sizes.append([buffer.nbytes for buffer in buffers])
-        for buffer in buffers:
-            file.write(bytes(aligned(stop) - stop))
-            file.write(buffer.reshape(-1).view(np.uint8).data)
-            stop = aligned(stop) + buffer.nbytes
+        sizes.append([])
+        for pieces in buffers:
+            start = aligned(stop)
+            file.write(bytes(start - stop))
+            stop = start
+            for piece in pieces:
+                file.write(piece.reshape(-1).view(np.uint8).data)
+                stop += piece.nbytes
+            sizes[-1].append(stop - start)
     return sizes
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -31,6 +31,9 @@ changes: frozenset[Role] = frozenset(("update", "gradient"))
 
 slice_numel = 1 << 16
 """Elements worked on at once: 256 KiB of fp32, which stays in a core's second-level cache."""
+
+piece_numel = 1 << 22
+"""Elements of a large tensor that are in memory at once while it is encoded."""
 
 task_numel = 1 << 19
 """Elements that a thread takes at a time, where that needs no scratch memory."""
@@ -111,6 +114,22 @@ class TensorCodec(ABC):
         """`decode` of a small slice, on this thread."""
         self.decode(buffers, shape, start, out)
 
+    def encode_from(
+        self, read: Callable[[int, int], Values], shape: Shape, *, seed: int = 0, out: Sequence[Buffer] | None = None,
+        residual: Values | None = None,
+    ) -> Iterator[Iterable[Buffer]]:  # fmt: skip
+        """The buffers one after the other, each in pieces, for values that `read(start, stop)` gives.
+
+        `residual`, fp32 [numel], receives the values minus what a reader decodes.
+        """
+        values = read(0, numel_of(shape))
+        if residual is None:
+            buffers = self.encode(values, shape, seed=seed, out=out)
+        else:
+            residual[:] = values
+            buffers = self.encode_residual(residual, shape, seed=seed, out=out)
+        return ((buffer,) for buffer in buffers)
+
     def allocate(self, shape: Shape) -> list[Buffer]:
         return [np.empty(count, dtype) for dtype, count in self.buffer_types(shape)]
 
@@ -147,6 +166,21 @@ class Dense(TensorCodec):
         """What must be known of the whole tensor before its first slice. Whether all values are finite."""
         return True
 
+    def encode_from(
+        self, read: Callable[[int, int], Values], shape: Shape, *, seed: int = 0, out: Sequence[Buffer] | None = None,
+        residual: Values | None = None,
+    ) -> Iterator[Iterable[Buffer]]:  # fmt: skip
+        if type(self).prepare is not Dense.prepare:
+            return super().encode_from(read, shape, seed=seed, out=out, residual=residual)
+        buffers = tuple(self.allocate(shape) if out is None else out)
+        for low, high in spans(numel_of(shape), whole_blocks(piece_numel, self.block(shape))):
+            values = read(low, high)
+            if residual is not None:
+                residual[low:high] = values
+                values = residual[low:high]
+            self._encode_part(values, buffers, shape, low, seed, leave_residual=residual is not None)
+        return ((buffer,) for buffer in buffers)
+
     def encode(
         self, values: Values, shape: Shape, *, seed: int = 0, out: Sequence[Buffer] | None = None
     ) -> tuple[Buffer, ...]:
@@ -161,19 +195,27 @@ class Dense(TensorCodec):
         self, values: Values, shape: Shape, seed: int, out: Sequence[Buffer] | None, *, leave_residual: bool
     ) -> tuple[Buffer, ...]:
         buffers = tuple(self.allocate(shape) if out is None else out)
+        if not self.prepare(frozen(values), buffers, shape):
+            raise refuse_not_finite(self.name)
+        self._encode_part(values, buffers, shape, 0, seed, leave_residual=leave_residual)
+        return buffers
+
+    def _encode_part(
+        self, values: Values, buffers: Sequence[Buffer], shape: Shape, start: int, seed: int, *, leave_residual: bool
+    ) -> None:
+        """Fill in what `values`, those from `start` on, a block's start, have in `buffers`."""
         seen = frozen(values)
         key = noise_key(seed)
 
         def work(low: int, high: int) -> bool:
-            is_finite = self.encode_slice(seen[low:high], buffers, low, shape, key)
+            is_finite = self.encode_slice(seen[low:high], buffers, start + low, shape, key)
             if is_finite and leave_residual:
-                self._fold("add", buffers, shape, low, values[low:high], -1.0)
+                self._fold("add", buffers, shape, start + low, values[low:high], -1.0)
             return is_finite
 
         size = whole_blocks(slice_numel if leave_residual else task_numel, self.block(shape))
-        if not (self.prepare(seen, buffers, shape) and all(threads.spread(work, len(values), size))):
+        if not all(threads.spread(work, len(values), size)):
             raise refuse_not_finite(self.name)
-        return buffers
 
     def decode(self, buffers: Sequence[Bytes], shape: Shape, start: int, out: Values) -> None:
         self._spread("decode", buffers, shape, start, out, 1.0)

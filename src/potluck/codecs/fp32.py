@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from potluck.codecs.elementwise import (
     kernels,
     no_tables,
     numel_of,
+    piece_numel,
     refuse_not_finite,
     slice_numel,
+    spans,
 )
 
 
@@ -35,6 +37,19 @@ class Fp32(Dense):
         if not all(is_finite):
             raise refuse_not_finite(self.name)
         return (values,)
+
+    def encode_from(
+        self, read: Callable[[int, int], Values], shape: Shape, *, seed: int = 0, out: Sequence[Buffer] | None = None,
+        residual: Values | None = None,
+    ) -> Iterator[Iterable[Buffer]]:  # fmt: skip
+        def pieces() -> Iterator[Buffer]:
+            for low, high in spans(numel_of(shape), piece_numel):
+                (piece,) = self.encode(read(low, high), (high - low,))
+                yield piece
+                if residual is not None:  # which may be what was read
+                    residual[low:high] = 0
+
+        yield pieces()
 
     def encode_residual(
         self, values: Values, shape: Shape, *, seed: int = 0, out: Sequence[Buffer] | None = None
