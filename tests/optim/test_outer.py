@@ -41,7 +41,7 @@ def give(parameters: list[torch.nn.Parameter], gradient: Tensor) -> None:
 def sliced(op: Any, *vectors: Tensor, size: int, **scalars: Any) -> list[Tensor]:
     """Run `op` as the parameter store does."""
     outputs = [
-        op(*(v[start : start + size] for v in vectors), layout=layout, offset=start, **scalars)
+        op(*(v[start : start + size].clone() for v in vectors), layout=layout, offset=start, **scalars)
         for start in range(0, layout.numel, size)
     ]
     return [torch.cat(pieces) for pieces in zip(*outputs, strict=True)]
@@ -107,16 +107,6 @@ def test_sgd_is_pytorch_sgd(size: int) -> None:
 def test_axpy() -> None:
     (got,) = axpy(vector(0), vector(1), a=-2.0, layout=layout, offset=0)
     torch.testing.assert_close(got, vector(1) - 2 * vector(0))
-
-
-def test_inputs_stay_as_they_were() -> None:
-    given = [vector(i) for i in range(4)]
-    nesterov(*given[:3], lr=0.7, momentum_coefficient=0.9, layout=layout, offset=0)
-    sgd(*given[:2], lr=0.1, weight_decay=0.1, scale=0.5, layout=layout, offset=0)
-    given[2].abs_()
-    kept = [v.clone() for v in given]
-    adamw(*given, lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, step=1, scale=0.5, layout=layout, offset=0)
-    assert all(torch.equal(v, k) for v, k in zip(given, kept, strict=True))
 
 
 def test_decay_is_for_matrices_only() -> None:

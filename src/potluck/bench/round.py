@@ -169,7 +169,9 @@ def _measure(folder: Path, shape: str, num_workers: int, up: str, down: str, num
 
 def _start(role: str, *arguments: str, log: Any) -> subprocess.Popen[bytes]:
     code = f"import sys; from potluck.bench.round import {role}; {role}(*sys.argv[1:])"
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=log, stderr=log)
+    # The machine has to hold all of them at once: threads that spin for each other would take the others' cores.
+    env = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=log, stderr=log, env=env)
 
 
 def _wait_for(path: Path, children: list[subprocess.Popen[bytes]], log: Path) -> None:

@@ -103,19 +103,20 @@ class Publisher:
                 return delta.target
         path = self._scratch("whole")
         whole = codec("fp32") if self._run.down.is_delta else self._run.down_policy
-        write_flat_slices(path, WHOLE, lambda a, b: self._params.read_slice(handle, a, b), self._run.layout, whole)
+        with self._params.reading(handle) as read:
+            write_flat_slices(path, WHOLE, read, self._run.layout, whole)
         return self._objects.adopt(path)
 
     def _encode_delta(self, base: Digest, handle: Params) -> Delta | None:
         """The new version and the way to it; None if it is too far away."""
         layout, change, whole = self._run.layout, self._scratch("change"), self._scratch("whole")
         squares = [0.0, 0.0]
-        with Bundle.open(self._objects.path(base)) as before:
+        with Bundle.open(self._objects.path(base)) as before, self._params.reading(handle) as theta:
 
             def read(start: int, stop: int) -> Tensor:
-                theta = self._params.read_slice(handle, start, stop)
-                difference = theta - before.flat_slice(WHOLE, layout, start, stop)
-                for i, part in enumerate((theta, difference)):
+                now = theta(start, stop)
+                difference = before.flat_slice(WHOLE, layout, start, stop).neg_().add_(now)
+                for i, part in enumerate((now, difference)):
                     squares[i] += float(np.square(part.numpy(), dtype=np.float64).sum())
                 return difference
 

@@ -1,7 +1,8 @@
 """Operations on slices of flat vectors, for `Fleet.apply`: the outer optimizers, equal to those of PyTorch.
 
-Each takes slices, fp32 [n], that start at element `offset` of the flat model, and returns new ones. None needs anything
-outside its slice, so the result does not depend on how the vector is cut.
+Each takes slices, fp32 [n], that start at element `offset` of the flat model, and returns new values for them, in the
+memory it was given where that serves: nothing is allocated slice after slice. None needs anything outside its slice, so
+the result does not depend on how the vector is cut.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def nesterov(
 
     PyTorch's first step sets m = delta; here m starts at zeros, which is the same.
     """
-    momentum = momentum.mul(momentum_coefficient).add_(delta)
-    return theta.add(delta.add(momentum, alpha=momentum_coefficient), alpha=-lr), momentum
+    momentum.mul_(momentum_coefficient).add_(delta)
+    return theta.add_(delta.add_(momentum, alpha=momentum_coefficient), alpha=-lr), momentum
 
 
 def sgd(
@@ -44,14 +45,13 @@ def sgd(
     offset: int,
 ) -> tuple[Tensor]:
     """theta <- theta (1 - lr decay) - lr scale gradient, with decay on tensors of two or more dimensions only."""
-    theta = theta.clone()
     _decay(theta, 1 - lr * weight_decay, layout, offset)
     return (theta.add_(gradient, alpha=-lr * scale),)
 
 
 def axpy(x: Tensor, y: Tensor, *, a: float, layout: Layout, offset: int) -> tuple[Tensor]:
     """a x + y."""
-    return (y.add(x, alpha=a),)
+    return (y.add_(x, alpha=a),)
 
 
 def adamw(
@@ -74,13 +74,12 @@ def adamw(
 
     Decoupled decay, on tensors of two or more dimensions only. Loshchilov and Hutter 2017, arXiv:1711.05101.
     """
-    gradient = gradient.mul(scale)
-    theta = theta.clone()
+    gradient.mul_(scale)
     _decay(theta, 1 - lr * weight_decay, layout, offset)
-    first_moment = first_moment.lerp(gradient, 1 - beta1)
-    second_moment = second_moment.mul(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    first_moment.lerp_(gradient, 1 - beta1)
+    second_moment.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     step_size = lr / (1 - beta1**step)
-    denominator = (second_moment.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
+    denominator = second_moment.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
     return theta.addcdiv_(first_moment, denominator, value=-step_size), first_moment, second_moment
 
 

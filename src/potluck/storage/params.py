@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,7 +41,7 @@ class ParamStore:
     """
 
     def __init__(
-        self, root: Path, fragment_numel: int = 1 << 24, *, slice_numel: int = 1 << 20, durable: bool = False
+        self, root: Path, fragment_numel: int = 1 << 24, *, slice_numel: int = 1 << 18, durable: bool = False
     ) -> None:
         self.root = root
         self.fragment_numel, self.slice_numel, self.durable = fragment_numel, slice_numel, durable
@@ -84,7 +84,7 @@ class ParamStore:
     ) -> tuple[Params, ...]:
         """Run `op` over the handles, slice by slice, into new handles `NAME-0`, `NAME-1`, ...
 
-        `op` may change the slices it is given: they are copies.
+        `op` may change the slices it is given and return them: they are copies, whose memory serves the next ones.
         """
         numel = handles[0].numel
         if any(handle.numel != numel for handle in handles):
@@ -92,8 +92,9 @@ class ParamStore:
         with ExitStack() as stack:
             writers = [stack.enter_context(self.writer(f"{name}-{i}", numel)) for i in range(num_outputs)]
             readers = [stack.enter_context(_Reader(self, handle)) for handle in handles]
+            memory = [torch.empty(min(self.slice_numel, numel), dtype=torch.float32) for _ in readers]
             for start, stop in self._slices(numel):
-                slices = [reader.read(start, stop) for reader in readers]
+                slices = [reader.read(start, stop, out) for reader, out in zip(readers, memory, strict=True)]
                 result = op(*slices, layout=layout, offset=start, **scalars)
                 outputs = (result,) if isinstance(result, Tensor) else tuple(result)
                 _check_outputs(name, outputs, num_outputs, stop - start)
@@ -110,6 +111,19 @@ class ParamStore:
     def read_slice(self, params: Params, start: int, stop: int) -> Tensor:
         with _Reader(self, params) as reader:
             return reader.read(start, stop)
+
+    @contextmanager
+    def reading(self, params: Params) -> Iterator[Callable[[int, int], Tensor]]:
+        """`read(start, stop)` while the block lasts; what it returns is overwritten by the next call."""
+        memory: list[Tensor] = [torch.empty(0)]
+        with _Reader(self, params) as reader:
+
+            def read(start: int, stop: int) -> Tensor:
+                if len(memory[0]) < stop - start:
+                    memory[0] = torch.empty(stop - start, dtype=torch.float32)
+                return reader.read(start, stop, memory[0])
+
+            yield read
 
     def slices(self, params: Params) -> Iterator[Tensor]:
         """The vector in pieces of at most `slice_numel` elements, in order."""
@@ -253,8 +267,9 @@ class _Reader:
         self._file: BufferedReader | None = None
         self._path: Path | None = None
 
-    def read(self, start: int, stop: int) -> Tensor:
-        values = torch.empty(stop - start, dtype=torch.float32)
+    def read(self, start: int, stop: int, memory: Tensor | None = None) -> Tensor:
+        """Elements in the first part of `memory`, or in memory of their own."""
+        values = torch.empty(stop - start, dtype=torch.float32) if memory is None else memory[: stop - start]
         out = values.numpy()
         for first, path, numel in self._places:
             low, high = max(start, first), min(stop, first + numel)
