@@ -12,25 +12,22 @@ import os
 import shutil
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-import psutil
 import torch
 
 from potluck.aggregation.combine import combine
 from potluck.aggregation.config import AggregationConfig, Rule
+from potluck.bench.memory import memory_bytes, peak_memory
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import write_flat_slices
 from potluck.optim.outer import nesterov
 from potluck.storage.params import ParamStore
 from potluck.types.params import Layout
 
-sample_s = 0.005
 gpt2_numel = 124_439_808
 most_spooled_bytes = 2 << 30  # of one kind of updates, at once on disk and in the page cache
 robust_share = 8
@@ -43,7 +40,7 @@ def bench_aggregate(*, numel: int = gpt2_numel, num_runs: int = 5) -> dict[str, 
         folder = Path(name)
         _rules(folder, ["mean"], 1 << 18, 2, "fp32", 1, "", (0, 0))  # what is made once is part of the idle process
         gc.collect()
-        idle = _memory_bytes()
+        idle = memory_bytes()
         for codec_name in ("fp32", "int8"):
             for num_updates in (2, 16):
                 kind = f"{codec_name}_{num_updates}_updates"
@@ -91,7 +88,7 @@ def _rules(
             pairs = [(path, float(1000 + i)) for i, path in enumerate(paths)]
             combine(store, pairs, rule=config, name="delta", layout=layout, out_name="out")
 
-        with _peak_memory(idle) as peak:
+        with peak_memory(idle) as peak:
             seconds = _median_s(run, num_runs)
         stem = f"{rule}_{kind}"
         figures |= {
@@ -152,38 +149,3 @@ def _median_s(run: Callable[[], object], num_runs: int) -> float:
         run()
         taken.append(time.perf_counter() - started)
     return statistics.median(taken)
-
-
-@contextmanager
-def _peak_memory(idle: tuple[int, int]) -> Iterator[Callable[[], dict[str, float]]]:
-    """The most memory within, above that of the idle process, in MB."""
-    most = _memory_bytes()
-    over = threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not over.wait(sample_s):
-            now = _memory_bytes()
-            most = (max(most[0], now[0]), max(most[1], now[1]))
-
-    watching = threading.Thread(target=watch, name="memory", daemon=True)
-    watching.start()
-    try:
-        yield lambda: {
-            "anonymous_mb": round((most[0] - idle[0]) / 1e6, 1),
-            "rss_mb": round((most[1] - idle[1]) / 1e6, 1),
-        }
-    finally:
-        over.set()
-        watching.join()
-
-
-def _memory_bytes() -> tuple[int, int]:
-    """Anonymous and shared memory, and all that is resident; where the system does not tell them apart, all twice."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        resident = psutil.Process().memory_info().rss
-        return resident, resident
-    lines = (line.split() for line in status.read_text().splitlines())
-    kb = {words[0][:-1]: int(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:", "VmRSS:")}
-    return (kb["RssAnon"] + kb["RssShmem"]) * 1024, kb["VmRSS"] * 1024
