@@ -4,6 +4,7 @@ The limit of 60 s for each test and *warnings are errors* are set in pyproject.t
 """
 
 import asyncio
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -47,5 +48,8 @@ def stall_watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float]
         limit_s = seconds
 
     monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
+    gc.collect()
+    gc.freeze()  # what other tests left would be looked through by every full collection, on the loop's thread
     yield set_limit
+    gc.unfreeze()
     assert not stalls, "the event loop was blocked by " + "; ".join(stalls)

@@ -8,8 +8,10 @@ from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract.checks import cost_s
 from potluck.contract.problem import Problem
 from potluck.fleet.config import FleetConfig
+from potluck.protocol import pb
 from potluck.simulator.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+from potluck.types.ids import Digest
 
 
 def test_a_checkpoint_in_the_middle_of_a_round_loses_no_data_and_counts_none_twice(tmp_path: Path) -> None:
@@ -43,3 +45,40 @@ def test_a_checkpoint_in_the_middle_of_a_round_loses_no_data_and_counts_none_twi
         assert sum(row["tokens"] for row in world.last.contributions()) == state.tokens
 
     run_virtual(main())
+
+
+def test_an_update_that_was_lost_here_is_sent_again_and_its_work_is_not_done_again(tmp_path: Path) -> None:
+    done: list[str] = []
+    problem = Problem(num_rounds=2, validate=False)
+    problem.fleet = FleetConfig(min_workers=1, no_progress_s=500.0)
+
+    def cost_s(lease: pb.Lease) -> float:
+        done.append(lease.key)
+        return 1.0
+
+    async def main() -> World:
+        world = World(
+            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), problem.make_deck, tmp_path, clock=VirtualClock(),
+            make_executor=InlineExecutor,
+        )  # fmt: skip
+        await world.start()
+        assert world.run is not None
+        intake, objects = world.run.intake, world.run.objects
+        asked: list[str] = []
+
+        def has_lost_the_first(digest: str) -> bool:
+            asked.append(digest)
+            if len(asked) == 1:
+                objects.remove(Digest(digest))
+            return objects.has(Digest(digest))
+
+        intake._has = has_lost_the_first  # type: ignore[method-assign]
+        world.add("w1", cost_s=cost_s)
+        await world.finish()
+        assert len(asked) > 2
+        return world
+
+    world = run_virtual(main())
+    assert len([e for e in world.events if e.kind == "round"]) == 2
+    assert len(done) == 2
+    assert world.trace[-1][0] - world.trace[0][0] < 30.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable
 from functools import partial
@@ -89,6 +90,7 @@ class _Hosting:
             prepared.plan, folder, deck=prepared.deck, objects=objects, clock=self.clock, lanes=self.lanes,
             on_event=self.tell,
         )  # fmt: skip
+        gc.freeze()  # what imports made is no garbage: to look through it again would hold the event loop up
         network = Network(run, address=self.options.address, port=self.options.port)
         try:
             join_line = await network.open()

@@ -123,7 +123,11 @@ class Intake:
         inline = self.inline.get((member.id, lease.id), {})
         if result.error:
             judge = self._failed(member, lease, result.error)
-        elif (result.object and not self._has(result.object)) or len(inline) < result.num_inline:
+        elif result.object and not self._has(result.object):
+            # It was here when the worker was told so: this machine has lost it since.
+            self._verdict(member, (result.round, result.attempt, result.key), "missing", "send it again")
+            return
+        elif len(inline) < result.num_inline:
             return  # announced before it is here: the rest is on its way
         else:
             judge = self._judge(member, lease, result, inline)

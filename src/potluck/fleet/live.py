@@ -148,6 +148,7 @@ class LiveFleet:
                 self.floating.replies.pop(key, None)
                 if row.version:
                     self.versions[row.worker] = row.version
+        self._inline.clear()
         verdict = "the round was committed without it" if committed else "the round was discarded"
         for lease in [x for x in self.book.open.values() if x.message.round == self._now.round]:
             self._give_up(lease, verdict)

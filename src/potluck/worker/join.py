@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import time
 from collections.abc import Callable
@@ -120,12 +121,14 @@ class _Joining:
             return GrpcConnection(self._identity.address, self._identity)
 
         async def equipped(spec: RunSpec, link: Link) -> Runner:
-            return await equip(
+            runner = await equip(
                 spec, link, folder=options.state_dir, device=self._device, clock=self.clock, compute=self.compute,
                 files=self.files, note=agent.note, told=self.say, data=options.data,
                 num_threads=options.num_threads or None,
                 max_memory_bytes=options.max_memory_bytes, share_dir=options.share_dir,
             )  # fmt: skip
+            gc.freeze()  # what imports made is no garbage: to look through it again would hold the event loop up
+            return runner
 
         agent = Agent(
             Introduction(id=self._identity.worker_id, profile=profile, strategies=self._strategies),

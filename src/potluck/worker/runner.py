@@ -75,6 +75,7 @@ class Runner:
         self.inline_changed = asyncio.Event()
         self.posts: dict[LeaseId, Post] = {}
         self._recent: deque[tuple[Digest, ...]] = deque(maxlen=recent_leases)  # what the last leases needed
+        self._lost: dict[LeaseId, pb.TaskResult] = {}  # results to be sent again
         self._unsent: set[Digest] = set()  # results that are encoded and not yet among `results`
         self._storing = threading.Lock()  # held while a result gets its name, and while objects are collected
         self._saving = asyncio.Lock()
@@ -97,7 +98,9 @@ class Runner:
                 reason = printable(f"{verdict.key} of round {verdict.round + 1}: {verdict.reason}", 500)
                 self._note(f"the coordinator refused {reason}")
                 await self._files.run(self.folder.drop_residual, self.adopted)
-        settled = {(v.round, v.attempt, v.key) for v in desired.verdicts}
+            if verdict.verdict == "missing":
+                self._send_again((verdict.round, verdict.attempt, verdict.key))
+        settled = {(v.round, v.attempt, v.key) for v in desired.verdicts if v.verdict != "missing"}
         gone = [i for i in self.results if i in settled or session_of(i) not in self.wanted]
         for id in gone:
             del self.results[id]
@@ -110,6 +113,13 @@ class Runner:
             self.adopted = desired.adopted_version
             await self._tidy([desired.adopted_version, *desired.held_versions[:MAX_WANTED]])
         self._wake.set()
+
+    def _send_again(self, id: LeaseId) -> None:
+        """The coordinator has lost this result's object."""
+        if id in self.wanted and id in self.results:
+            answer = self.results.pop(id)
+            self._unsent.add(Digest(answer.object))
+            self._lost[id] = answer
 
     def cancel(self) -> None:
         """The running task ends at its next step, a session also where it waits for an input."""
@@ -158,7 +168,7 @@ class Runner:
             lease = waiting[0]
             self.current = lease_id(lease)
             try:
-                await self._do(lease)
+                await self._do_or_send_again(lease)
             except TaskCancelled:
                 pass
             except PotluckError as error:
@@ -179,6 +189,16 @@ class Runner:
         self.results[lease_id(lease)] = pb.TaskResult(
             key=lease.key, attempt=lease.attempt, round=lease.round, error=printable(reason, 500)
         )
+
+    async def _do_or_send_again(self, lease: pb.Lease) -> None:
+        answer = self._lost.pop(lease_id(lease), None)
+        if answer is None or not self.folder.objects.has(digest := Digest(answer.object)):
+            await self._do(lease)
+            return
+        self.activity = ("uploading", 0)
+        await self.link.retry(lambda connection: self._push(connection, digest, lease))
+        self._report(answer)
+        await self._save_results()
 
     async def _do(self, lease: pb.Lease) -> None:
         function = installed(lease.task)
@@ -250,7 +270,7 @@ class Runner:
         for id, post in list(self.posts.items()):
             lease = self.wanted.get(id)
             for step in [s for s in list(post.emissions) if lease is not None]:
-                scalars, tensors = post.emissions.pop(step)
+                scalars, tensors = post.emissions[step]
                 assert lease is not None
                 answer = pb.TaskResult(
                     key=f"{lease.key}@{step}", attempt=lease.attempt, round=lease.round, step=step,
@@ -259,6 +279,7 @@ class Runner:
                 if tensors:
                     answer.object = await self._files.run(self._encode, lease, tensors)
                     await self._push(await self.link.connection(), Digest(answer.object), lease)
+                del post.emissions[step]  # not before: the link may break on the way
                 self._report(answer)
 
     async def _push(self, connection: Any, digest: Digest, lease: pb.Lease) -> None:
