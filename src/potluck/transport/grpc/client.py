@@ -15,6 +15,7 @@ from typing import TypeAlias
 import grpc
 
 from potluck.transport.connection import Channel, Peer, Traffic
+from potluck.transport.grpc.buffers import keep_buffers
 from potluck.transport.grpc.channel import Outcome, Reader, Writer
 from potluck.transport.grpc.options import (
     Options,
@@ -48,6 +49,7 @@ class GrpcConnection:
             raise ValueError("a connection takes either an identity or `insecure_as`")
         if insecure_as is not None and not is_loopback(host_of(address)):
             raise AddressError(f"plain text to {address} is refused; only loopback addresses may go without TLS")
+        keep_buffers()
         self.address, self._identity = address, identity
         self._metadata = (("potluck-id", insecure_as.id), ("potluck-role", insecure_as.role)) if insecure_as else ()
         self._channels: dict[bool, grpc.aio.Channel] = {}  # by whether it is for bulk
