@@ -69,9 +69,7 @@ class BareClient:
     """One channel to `serve_bare`."""
 
     def __init__(self, port: int, identity: TlsIdentity) -> None:
-        credentials = grpc.ssl_channel_credentials(
-            identity.authority_pem, identity.key_pem, identity.certificate_pem
-        )
+        credentials = grpc.ssl_channel_credentials(identity.authority_pem, identity.key_pem, identity.certificate_pem)
         options = [*_unbounded, ("grpc.ssl_target_name_override", SERVER_NAME)]
         self._channel = grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options)
 

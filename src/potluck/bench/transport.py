@@ -192,7 +192,11 @@ async def _ask(folder: Path, repeats: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"chunk_bytes": CHUNK_BYTES, "repeats": repeats}
     stored = str(Path("there") / file_name(Digest((await client.connection.call("Welcome", b"")).decode())))
     for way in ("down", "up"):
-        files = {"source": stored, "target": folder / "bare"} if way == "down" else {"source": client.path, "target": "bare"}
+        files = (
+            {"source": stored, "target": folder / "bare"}
+            if way == "down"
+            else {"source": client.path, "target": "bare"}
+        )
         turns: dict[str, list[tuple[float, float]]] = {"bare": [], "files": [], "own": []}
         for _ in range(repeats + 1):
             served = await client.fresh()

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from potluck.clock import Clock, Lanes
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event, OnEvent
+from potluck.coordinator.transfer import TransferConfig
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.intake import Intake
 from potluck.fleet.live import LiveFleet
@@ -34,6 +35,7 @@ from potluck.strategies.run import Budget, RunFacts, RunSpec
 from potluck.strategies.state import State
 from potluck.strategies.strategy import Strategy
 from potluck.transport.connection import Traffic
+from potluck.transport.pace import Pacer
 from potluck.types.errors import CorruptError, RoundFailed, RunStopped
 from potluck.types.ids import Digest
 from potluck.types.params import Layout
@@ -78,6 +80,7 @@ class Plan:
     fleet: FleetConfig
     checkpoint: CheckpointConfig
     validation: ValidationConfig
+    transfer: TransferConfig = field(default_factory=TransferConfig)
     up_codec: str = "fp32"
     down_codec: str = "fp32"
     open_objects: tuple[Digest, ...] = ()  # what any member may fetch: the tokenizer
@@ -95,6 +98,7 @@ class Coordinator:
         self.ledger, self.objects, self.params, self.facts = ledger, objects, params, facts
         self.clock, self.lanes, self._on_event = clock, lanes, on_event
         self.checkpoints = Checkpoints(folder / "checkpoints", params, keep=plan.checkpoint.keep)
+        self.pacer = Pacer(clock, plan.transfer.limits())
         self.roster = Roster(plan.fleet)
         self.fleet = LiveFleet(
             run=facts, config=plan.fleet, roster=self.roster, ledger=ledger, objects=objects, params=params,

@@ -105,6 +105,7 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         fleet=recipe.fleet,
         checkpoint=recipe.checkpoint,
         validation=recipe.validation,
+        transfer=recipe.transfer,
         up_codec=recipe.codec.up,
         down_codec=recipe.codec.down,
         open_objects=(Digest(tokenizer_object),) if tokenizer_object else (),

@@ -99,12 +99,20 @@ _DESCRIPTOR = (
     b'\x04R\x06offset\x12\x12\n\x04done\x18\x02 \x01(\x08R\x04done\x12\x14\n'
     b'\x05error\x18\x03 \x01(\tR\x05error"\x0f\n\rStatusReq'
     b'uest".\n\x0bStatusReply\x12\x1f\n\x0bstatus_js'
-    b'on\x18\x01 \x01(\tR\nstatusJson"x\n\x0cAdminReq'
-    b'uest\x12\x16\n\x06action\x18\x01 \x01(\tR\x06action\x12\x12\n\x04'
-    b'name\x18\x02 \x01(\tR\x04name\x12\x12\n\x04uses\x18\x03 \x01(\rR\x04'
-    b'uses\x12\x14\n\x05hours\x18\x04 \x01(\x01R\x05hours\x12\x12\n\x04ro'
-    b'le\x18\x05 \x01(\tR\x04role"&\n\nAdminReply\x12\x18\n\x07'
-    b'message\x18\x01 \x01(\tR\x07messageb\x06proto3'
+    b'on\x18\x01 \x01(\tR\nstatusJson"\xa8\x01\n\x0cAdminRe'
+    b'quest\x12\x16\n\x06action\x18\x01 \x01(\tR\x06action\x12\x12\n'
+    b'\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n\x04uses\x18\x03 \x01(\rR'
+    b'\x04uses\x12\x14\n\x05hours\x18\x04 \x01(\x01R\x05hours\x12\x12\n\x04r'
+    b'ole\x18\x05 \x01(\tR\x04role\x12.\n\x06limits\x18\x06 \x01(\x0b2'
+    b'\x16.potluck.v1.RateLimitsR\x06limits"'
+    b'\xc6\x01\n\nRateLimits\x12\x13\n\x02up\x18\x01 \x01(\x01H\x00R\x02up'
+    b"\x88\x01\x01\x12\x17\n\x04down\x18\x02 \x01(\x01H\x01R\x04down\x88\x01\x01\x12'\n\r"
+    b'up_per_worker\x18\x03 \x01(\x01H\x02R\x0bupPerWork'
+    b'er\x88\x01\x01\x12+\n\x0fdown_per_worker\x18\x04 \x01(\x01H\x03'
+    b'R\rdownPerWorker\x88\x01\x01B\x05\n\x03_upB\x07\n\x05_do'
+    b'wnB\x10\n\x0e_up_per_workerB\x12\n\x10_down_pe'
+    b'r_worker"&\n\nAdminReply\x12\x18\n\x07messag'
+    b'e\x18\x01 \x01(\tR\x07messageb\x06proto3'
 )
 
 _pool = descriptor_pool.DescriptorPool()
@@ -136,4 +144,5 @@ PutAck = _class(_pool.FindMessageTypeByName("potluck.v1.PutAck"))
 StatusRequest = _class(_pool.FindMessageTypeByName("potluck.v1.StatusRequest"))
 StatusReply = _class(_pool.FindMessageTypeByName("potluck.v1.StatusReply"))
 AdminRequest = _class(_pool.FindMessageTypeByName("potluck.v1.AdminRequest"))
+RateLimits = _class(_pool.FindMessageTypeByName("potluck.v1.RateLimits"))
 AdminReply = _class(_pool.FindMessageTypeByName("potluck.v1.AdminReply"))

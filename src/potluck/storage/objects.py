@@ -290,6 +290,9 @@ class PartialObject:
             self._dropped = True
             self._close()
 
+    def __del__(self) -> None:
+        self._close()
+
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()

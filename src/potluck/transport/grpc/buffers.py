@@ -1,7 +1,7 @@
 """Memory for chunks on their way, kept by the process instead of given back and asked for again with each.
 
-glibc returns the top of a thread's heap to the system as soon as two chunks of it are free, so a transfer would fault in
-every page of every chunk anew: half of what sending costs. Elsewhere the allocator is left as it is.
+glibc returns the top of a thread's heap to the system as soon as two chunks of it are free, so a transfer would fault
+in every page of every chunk anew: a third of what sending costs. Elsewhere the allocator is left as it is.
 """
 
 from __future__ import annotations
