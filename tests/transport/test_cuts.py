@@ -91,7 +91,7 @@ def test_ten_cuts_of_a_real_link_too(site, way):
 
     async def main():
         cuts = sorted(random.Random(way).sample(range(size), 10))
-        relay = CuttingRelay(network.port, cuts=cuts, way=way)
+        relay = CuttingRelay(network.port, cuts=cuts, way=way, stall_s=0.1)
         port = await relay.open()
         while True:
             connection = GrpcConnection(f"127.0.0.1:{port}", network.authority.client("w1"))

@@ -58,7 +58,7 @@ def test_workers_share_the_total_evenly_however_many_streams_they_have():
         pacer = Pacer(VirtualClock(), Limits(up=100))
         streams = [stream(pacer, A, 4) for _ in range(3)] + [stream(pacer, B, 4)]
         *many, one = await asyncio.gather(*streams)
-        return sorted(sum(many, [])), one
+        return sorted(at for times in many for at in times), one
 
     many, one = run_virtual(main())
     assert one == pytest.approx([1, 3, 5, 7])

@@ -76,7 +76,7 @@ class BareClient:
     async def down(self, num_bytes: int, *, source: str = "", target: Path | None = None) -> None:
         """The server's file `source` to the file `target`, or bytes out of memory into nothing."""
         pieces = self._channel.unary_stream("/bare/Down")(f"{num_bytes} {source}".encode())
-        assert await _take(pieces, target) == num_bytes
+        assert await _take(aiter(pieces), target) == num_bytes
 
     async def up(self, num_bytes: int, *, source: Path | None = None, target: str = "") -> None:
         call = self._channel.stream_unary("/bare/Up")()

@@ -10,14 +10,18 @@ _piece_bytes = 1 << 16
 
 
 class CuttingRelay:
-    """Listens on loopback for one target port. `cuts`: after how many bytes of one `way` ("up": towards the target,
-    or "down") all connections are reset, each once, in order. Counts what it passed on that way, over all connections.
+    """Listens on loopback for one target port.
+
+    `cuts`: after how many bytes of one `way` ("up": towards the target, or "down") all connections are reset, each
+    once, in order, when nothing passed for `stall_s`. Counts what it passed on that way, over all connections.
     """
 
-    def __init__(self, target_port: int, *, cuts: Sequence[int], way: str) -> None:
+    def __init__(self, target_port: int, *, cuts: Sequence[int], way: str, stall_s: float = 0.0) -> None:
         self._target_port, self._cuts, self._way = target_port, list(cuts), way
+        self._stall_s = stall_s
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._passing: set[asyncio.Future[None]] = set()
         self.num_bytes = 0
 
     @property
@@ -26,14 +30,20 @@ class CuttingRelay:
 
     async def open(self) -> int:
         """The port it listens on."""
-        self._server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0, limit=_piece_bytes)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_piece_bytes)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
         self._reset()
         if self._server is not None:
             self._server.close()
-            await asyncio.sleep(0)
+        await asyncio.gather(*self._passing)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passing = asyncio.ensure_future(self._pass_on(reader, writer))
+        self._passing.add(passing)
+        await passing
+        self._passing.discard(passing)
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", self._target_port, limit=_piece_bytes)
@@ -50,6 +60,7 @@ class CuttingRelay:
                     writer.write(data)
                     await writer.drain()
                     self.num_bytes += len(data)
+                    await asyncio.sleep(self._stall_s)
                     self._reset()
                     break
                 writer.write(data)
