@@ -1,4 +1,4 @@
-"""What waiting costs: a worker that waits for a run to begin, and a coordinator with 50 of them.
+"""What waiting costs: a worker that waits for a run to begin, and a coordinator with 50 and with 1,000 of them.
 
 The coordinator and one full worker are real processes; the others are protocol clients (the worker's connection, its
 Welcome, its heartbeats, without a model), many in one process, so that a small machine can hold them.
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,12 @@ from potluck.types.errors import ConnectionLost
 from potluck.types.profile import DeviceProfile
 
 num_clients = 50
+num_many, num_processes = 1000, 4
+num_joining = 8
+"""Clients of one process that join at once."""
 settle_s = 10.0
 measure_s = 30.0
-patience_s = 120.0
+patience_s = 300.0
 
 
 def bench_idle(told: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
@@ -47,13 +50,14 @@ def bench_idle(told: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
             alone = _measure(coordinator)
             with (
                 _running("join", line, "--state", str(folder / "worker"), folder=folder) as worker,
-                _clients(line, folder) as clients,
+                _clients(line, folder / "clients", num_clients) as clients,
             ):
                 _wait_joined(folder / "run" / "metrics.jsonl", num_clients + 1)
                 told(f"{num_clients} clients and one worker have joined")
                 time.sleep(settle_s)
                 shares = _measure(coordinator, worker, clients)
-                memory = psutil.Process(coordinator.pid).memory_info().rss / 1e6
+                memory = _memory_mb(coordinator)
+        many = _many(folder, told)
     return {
         "connected_workers": num_clients + 1,
         "coordinator_alone_core_percent": alone[0],
@@ -62,7 +66,35 @@ def bench_idle(told: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
         "client_core_percent_each": shares[2] / num_clients,
         "coordinator_memory_mb": memory,
         "measured_s": measure_s,
+        **many,
     }
+
+
+def _many(folder: Path, told: Callable[[str], None]) -> dict[str, Any]:
+    """A coordinator of its own, so that its memory before anybody joined is known."""
+    run = folder / "large-run"
+    with _running(
+        "host", "stdlib-gpt", "--set", "fleet.min_workers=100000", "--dir", str(run), folder=folder
+    ) as coordinator, ExitStack() as stack:  # fmt: skip
+        line = _join_line(run / "metrics.jsonl", coordinator)
+        time.sleep(settle_s)
+        before_mb = _memory_mb(coordinator)
+        for number in range(num_processes):
+            place = folder / f"many-{number}"
+            stack.enter_context(_clients(line, place, num_many // num_processes))
+        _wait_joined(run / "metrics.jsonl", num_many)
+        told(f"{num_many} clients have joined")
+        time.sleep(settle_s)
+        (share,) = _measure(coordinator)
+        return {
+            "many_clients": num_many,
+            "many_coordinator_core_percent": share,
+            "many_coordinator_more_memory_mb": _memory_mb(coordinator) - before_mb,
+        }
+
+
+def _memory_mb(process: subprocess.Popen[bytes]) -> float:
+    return psutil.Process(process.pid).memory_info().rss / 1e6
 
 
 @contextmanager
@@ -83,10 +115,10 @@ def _running(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]
 
 
 @contextmanager
-def _clients(line: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with (folder / "clients.log").open("ab") as log:
+def _clients(line: str, folder: Path, count: int) -> Iterator[subprocess.Popen[bytes]]:
+    with folder.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "potluck.bench.idle", line, str(num_clients), str(folder / "clients")],
+            [sys.executable, "-m", "potluck.bench.idle", line, str(count), str(folder)],
             stdout=log, stderr=log,
         )  # fmt: skip
     try:
@@ -140,16 +172,20 @@ def _cpu_s(process: psutil.Process) -> float:
 
 async def _idle_clients(line: str, count: int, folder: Path) -> None:
     executor = ThreadExecutor(2, "clients")
-    link = JoinLink.parse(line)
-    await asyncio.gather(*(_idle_client(link, f"client-{i}", folder / str(i), executor) for i in range(count)))
+    link, turn = JoinLink.parse(line), asyncio.Semaphore(num_joining)
+    clients = (_idle_client(link, f"{folder.name}-{i}", folder / str(i), executor, turn) for i in range(count))
+    await asyncio.gather(*clients)
 
 
-async def _idle_client(link: JoinLink, name: str, folder: Path, executor: ThreadExecutor) -> None:
+async def _idle_client(
+    link: JoinLink, name: str, folder: Path, executor: ThreadExecutor, turn: asyncio.Semaphore
+) -> None:  # fmt: skip
     folder.mkdir(parents=True)
-    identity = await obtain(link, name=name, folder=folder, executor=executor, now=time.time())
-    connection = GrpcConnection(identity.address, identity)
-    request = pb.WelcomeRequest(version=version(), profile_json=json.dumps(DeviceProfile(device="cpu").to_json()))
-    reply = pb.WelcomeReply.FromString(await connection.call("Welcome", request.SerializeToString()))
+    async with turn:
+        identity = await obtain(link, name=name, folder=folder, executor=executor, now=time.time())
+        connection = GrpcConnection(identity.address, identity)
+        request = pb.WelcomeRequest(version=version(), profile_json=json.dumps(DeviceProfile(device="cpu").to_json()))
+        reply = pb.WelcomeReply.FromString(await connection.call("Welcome", request.SerializeToString()))
     heartbeat_s = RunSpec.model_validate_json(reply.run_json).heartbeat_s
     control = await connection.open("Control")
 

@@ -129,22 +129,7 @@ def _numel(shape: str) -> int:
 
 
 def _measure(folder: Path, shape: str, num_workers: int, up: str, down: str, num_rounds: int) -> dict[str, Any]:
-    line, log = folder / "line", folder / "log"
-    run = [str(folder), shape, str(num_workers), up, down, str(num_rounds)]
-    with log.open("wb") as out:
-        children = [_start("coordinator", *run, log=out)]
-        try:
-            _wait_for(line, children, log)
-            children += [_start("worker", str(folder), str(i), log=out) for i in range(num_workers)]
-            for child in children:
-                if child.wait(patience_s) != 0:
-                    raise RuntimeError(f"a process of the bench failed:\n{log.read_text()[-3000:]}")
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
-    host = json.loads((folder / "coordinator.json").read_text())
-    helpers = [json.loads((folder / f"worker-{i}.json").read_text()) for i in range(num_workers)]
+    host, helpers = run_rounds(folder, shape, num_workers, up, down, num_rounds)
     model_mb = 4 * host["parameters"] / 1e6
     return {
         "parameters": host["parameters"],
@@ -165,6 +150,29 @@ def _measure(folder: Path, shape: str, num_workers: int, up: str, down: str, num
         "up_mb_per_worker_and_round": round(host["up_bytes"] / num_workers / num_rounds / 1e6, 3),
         "down_mb_per_worker_and_round": round(host["down_bytes"] / num_workers / num_rounds / 1e6, 3),
     }
+
+
+def run_rounds(
+    folder: Path, shape: str, num_workers: int, up: str, down: str, num_rounds: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the coordinator and each worker found, in processes of their own."""
+    line, log = folder / "line", folder / "log"
+    run = [str(folder), shape, str(num_workers), up, down, str(num_rounds)]
+    with log.open("wb") as out:
+        children = [_start("coordinator", *run, log=out)]
+        try:
+            _wait_for(line, children, log)
+            children += [_start("worker", str(folder), str(i), log=out) for i in range(num_workers)]
+            for child in children:
+                if child.wait(patience_s) != 0:
+                    raise RuntimeError(f"a process of the bench failed:\n{log.read_text()[-3000:]}")
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+    host = json.loads((folder / "coordinator.json").read_text())
+    helpers = [json.loads((folder / f"worker-{i}.json").read_text()) for i in range(num_workers)]
+    return host, helpers
 
 
 def _start(role: str, *arguments: str, log: Any) -> subprocess.Popen[bytes]:
@@ -210,12 +218,14 @@ async def _coordinate(
         up_codec=up, down_codec=down,
     )  # fmt: skip
     committed: list[float] = []
+    memory_mb: list[float] = []
     cpu_before_s = 0.0
     lanes = Lanes.threads()
 
     def heard(event: Event) -> None:
         if event.kind == "round":
             committed.append(time.monotonic())
+            memory_mb.append(memory_bytes()[0] / 1e6)
 
     run = await Coordinator.open(
         plan, folder / "run", deck=Deck([], [], seed=1, shared=True), objects=ObjectStore(folder / "run" / "objects"),
@@ -244,6 +254,7 @@ async def _coordinate(
     return {
         "parameters": layout.numel,
         "seconds": [after - before for before, after in itertools.pairwise(marks)],
+        "memory_mb": memory_mb,
         "up_bytes": sum(t.total_up for t in traffic),
         "down_bytes": sum(t.total_down for t in traffic),
         "cpu_before_s": cpu_before_s,

@@ -227,6 +227,22 @@ def stop(run_name: RunName = None) -> None:
 
 
 @app.command()
+def limit(
+    run_name: RunName = None,
+    up: Annotated[float | None, typer.Option("--up", min=0, help="From the workers, all together.")] = None,
+    down: Annotated[float | None, typer.Option("--down", min=0, help="To the workers, all together.")] = None,
+    up_per_worker: Annotated[float | None, typer.Option("--up-per-worker", min=0, help="From each worker.")] = None,
+    down_per_worker: Annotated[float | None, typer.Option("--down-per-worker", min=0, help="To each worker.")] = None,
+) -> None:
+    """Limit the transfers of a running run, in Mbit/s; 0 for no limit. Without options it prints the limits."""
+    from potluck.cli.operator import admin
+    from potluck.protocol import pb
+
+    limits = pb.RateLimits(up=up, down=down, up_per_worker=up_per_worker, down_per_worker=down_per_worker)
+    say(asyncio.run(admin(run_name, "limit", limits=limits)))
+
+
+@app.command()
 def generate(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A model directory with its tokenizer.")],
     prompt: Annotated[str, typer.Option("--prompt", help="What the text begins with.")] = "def ",

@@ -1,5 +1,6 @@
-"""`status`, `stop`, `invite` and `remove`: ask a running coordinator, as the operator whose identity lies in the run's
-folder. To do it from another machine, join there with an operator's line and give that `--state` folder as the run."""
+"""`status`, `stop`, `invite`, `remove` and `limit`: ask a running coordinator, as the operator whose identity lies in
+the run's folder. To do it from another machine, join there with an operator's line and give that `--state` folder as
+the run."""
 
 from __future__ import annotations
 

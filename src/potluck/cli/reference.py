@@ -37,7 +37,7 @@ Paths in a recipe file are relative to the file. In `--set` and in shipped recip
 directory. Setting one of several alternatives (`budget.rounds`) takes the place of the others (`budget.tokens`).
 
 When a run goes on, its name, seed, model, data and strategy must be the same as before; budget, codecs,
-compression, aggregation, fleet, checkpoints and validation may change.
+compression, aggregation, fleet, checkpoints, validation and transfers may change.
 """
 
 EXIT_CODES_HEAD = f"""{MADE}

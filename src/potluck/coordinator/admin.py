@@ -1,11 +1,13 @@
-"""What an operator may ask of a running coordinator: stop, invite, remove."""
+"""What an operator may ask of a running coordinator: stop, invite, remove, limit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 from potluck.clock import Clock, Executor
 from potluck.coordinator.core import Coordinator
+from potluck.coordinator.transfer import changed, sentence
 from potluck.protocol import parse, pb
 from potluck.storage.members import Members
 from potluck.transport.connection import Peer
@@ -36,6 +38,8 @@ class Admin:
                 message = await self._invite(request)
             case "remove":
                 message = await self._remove(request.name)
+            case "limit":
+                message = self._limit(request.limits)
             case _:
                 raise Refused(f"the coordinator does not know the action {request.action[:40]!r}")
         return pb.AdminReply(message=message).SerializeToString()
@@ -53,6 +57,14 @@ class Admin:
         )
         link = JoinLink(host=self._link.host, port=self._link.port, token=token, pin=self._link.pin)
         return link.format()
+
+    def _limit(self, request: pb.RateLimits) -> str:
+        """The limits of transfers from now on; a request that changes none tells them."""
+        limits = changed(self._run.pacer.limits, request)
+        if limits != self._run.pacer.limits:
+            self._run.pacer.limit(limits)
+            self._run.tell("limits", sentence(limits), **asdict(limits))
+        return sentence(limits)
 
     async def _remove(self, name: str) -> str:
         removal = await self._executor.run(self._members.remove, name)

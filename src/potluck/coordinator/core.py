@@ -23,6 +23,7 @@ from potluck.clock import Clock, Lanes
 from potluck.codecs.policy import CodecRule
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event, OnEvent
+from potluck.coordinator.transfer import TransferConfig
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.intake import Intake
 from potluck.fleet.live import LiveFleet
@@ -38,6 +39,7 @@ from potluck.strategies.run import Budget, RunFacts, RunSpec
 from potluck.strategies.state import State
 from potluck.strategies.strategy import Strategy
 from potluck.transport.connection import Traffic
+from potluck.transport.pace import Pacer
 from potluck.types.errors import CorruptError, RoundFailed, RunStopped
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Layout
@@ -83,6 +85,7 @@ class Plan:
     checkpoint: CheckpointConfig
     validation: ValidationConfig
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
     up_codec: str = "fp32"
     down_codec: str = "fp32"
     up_rules: tuple[CodecRule, ...] = ()
@@ -103,6 +106,7 @@ class Coordinator:
         self.ledger, self.objects, self.params, self.facts = ledger, objects, params, facts
         self.clock, self.lanes, self._on_event = clock, lanes, on_event
         self.checkpoints = Checkpoints(folder / "checkpoints", params, keep=plan.checkpoint.keep)
+        self.pacer = Pacer(clock, plan.transfer.limits())
         self.roster = Roster(plan.fleet)
         self.fleet = LiveFleet(
             run=facts, config=plan.fleet, roster=self.roster, ledger=ledger, objects=objects, params=params,

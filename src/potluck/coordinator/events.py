@@ -22,6 +22,7 @@ class Event:
     - `validation`: round, loss
     - `checkpoint`: path
     - `model`: path                        the model directory was written
+    - `limits`: up, down, up_per_worker, down_per_worker    bytes/s of transfers, 0 for none; an operator changed them
     - `note`: text
     """
 

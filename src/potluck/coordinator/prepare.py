@@ -107,6 +107,7 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         checkpoint=recipe.checkpoint,
         validation=recipe.validation,
         aggregation=recipe.aggregation,
+        transfer=recipe.transfer,
         up_codec=recipe.codec.up,
         down_codec=recipe.codec.down,
         up_rules=recipe.codec.rules("up"),

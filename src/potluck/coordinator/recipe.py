@@ -31,6 +31,7 @@ from potluck.codecs.spec import parse_spec
 from potluck.coordinator.core import CheckpointConfig, ValidationConfig
 from potluck.coordinator.faults import nearest, sentence
 from potluck.coordinator.shipped import shipped
+from potluck.coordinator.transfer import TransferConfig
 from potluck.data.config import DataConfig
 from potluck.fleet.config import FleetConfig
 from potluck.models.config import ModelConfig
@@ -140,6 +141,7 @@ class Recipe(BaseModel):
     fleet: FleetConfig = FleetConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
+    transfer: TransferConfig = TransferConfig()
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as JSON values in the form of its file; `parse_recipe` reads it back to an equal recipe."""
@@ -159,6 +161,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "fleet": FleetConfig,
     "checkpoint": CheckpointConfig,
     "validation": ValidationConfig,
+    "transfer": TransferConfig,
 }
 
 ALTERNATIVES = (

@@ -17,6 +17,7 @@ from potluck.storage.digest import check_digest
 from potluck.transport import objects
 from potluck.transport.connection import Channel, Peer
 from potluck.transport.inline import Assembler, frames
+from potluck.transport.pace import PacedChannel
 from potluck.types.errors import ConnectionLost, CorruptError, Refused, ResourceError
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.profile import DeviceProfile
@@ -64,12 +65,12 @@ class CoordinatorService:
             case "Data":
                 await self._data(member, channel)
             case "GetObject":
-                await objects.serve_get(channel, self.run.objects, self.run.lanes.transfers, self._may_fetch(member))
+                paced = PacedChannel(channel, self.run.pacer, member.id)
+                await objects.serve_get(paced, self.run.objects, self.run.lanes.transfers, self._may_fetch(member))
             case "PutObject":
+                paced = PacedChannel(channel, self.run.pacer, member.id)
                 try:
-                    await objects.serve_put(
-                        channel, self.run.objects, self.run.lanes.transfers, self._may_store(member)
-                    )
+                    await objects.serve_put(paced, self.run.objects, self.run.lanes.transfers, self._may_store(member))
                 except ResourceError as error:
                     self.run.fail(error)  # this machine's disk is full: no worker can mend that
                     raise

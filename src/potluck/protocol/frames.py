@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from io import BytesIO
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -27,6 +28,24 @@ CHUNK_HEADER_BYTES = _CHUNK.size
 
 def pack_chunk(offset: int, data: bytes | memoryview) -> bytes:
     return b"".join((_CHUNK.pack(offset, len(data), xxh3_64_intdigest(data)), data))
+
+
+def read_chunk(offset: int, num_bytes: int, read_into: Callable[[memoryview], int | None]) -> bytes:
+    """The frame of `num_bytes` that `read_into` puts in place, never copied; shorter where it finds fewer."""
+    buffer = BytesIO()
+    buffer.seek(_CHUNK.size + num_bytes - 1)
+    buffer.write(b"\0")
+    length = 0
+    with buffer.getbuffer() as frame, frame[_CHUNK.size :] as data:
+        while length < num_bytes:
+            with data[length:] as rest:
+                if not (num_read := read_into(rest)):
+                    break
+            length += num_read
+        with data[:length] as found:
+            _CHUNK.pack_into(frame, 0, offset, length, xxh3_64_intdigest(found))
+    buffer.truncate(_CHUNK.size + length)
+    return buffer.getvalue()  # the buffer itself: it is handed over, since nobody else holds it
 
 
 def unpack_chunk(frame: bytes) -> tuple[int, memoryview]:

@@ -103,12 +103,20 @@ _DESCRIPTOR = (
     b'\x12\n\x04done\x18\x02 \x01(\x08R\x04done\x12\x14\n\x05error\x18\x03 \x01'
     b'(\tR\x05error"\x0f\n\rStatusRequest".\n\x0bSt'
     b'atusReply\x12\x1f\n\x0bstatus_json\x18\x01 \x01(\tR\n'
-    b'statusJson"x\n\x0cAdminRequest\x12\x16\n\x06ac'
-    b'tion\x18\x01 \x01(\tR\x06action\x12\x12\n\x04name\x18\x02 \x01(\t'
-    b'R\x04name\x12\x12\n\x04uses\x18\x03 \x01(\rR\x04uses\x12\x14\n\x05ho'
-    b'urs\x18\x04 \x01(\x01R\x05hours\x12\x12\n\x04role\x18\x05 \x01(\tR\x04'
-    b'role"&\n\nAdminReply\x12\x18\n\x07message\x18\x01 '
-    b'\x01(\tR\x07messageb\x06proto3'
+    b'statusJson"\xa8\x01\n\x0cAdminRequest\x12\x16\n\x06a'
+    b'ction\x18\x01 \x01(\tR\x06action\x12\x12\n\x04name\x18\x02 \x01('
+    b'\tR\x04name\x12\x12\n\x04uses\x18\x03 \x01(\rR\x04uses\x12\x14\n\x05h'
+    b'ours\x18\x04 \x01(\x01R\x05hours\x12\x12\n\x04role\x18\x05 \x01(\tR'
+    b'\x04role\x12.\n\x06limits\x18\x06 \x01(\x0b2\x16.potluck.'
+    b'v1.RateLimitsR\x06limits"\xc6\x01\n\nRateLi'
+    b'mits\x12\x13\n\x02up\x18\x01 \x01(\x01H\x00R\x02up\x88\x01\x01\x12\x17\n\x04dow'
+    b"n\x18\x02 \x01(\x01H\x01R\x04down\x88\x01\x01\x12'\n\rup_per_wor"
+    b'ker\x18\x03 \x01(\x01H\x02R\x0bupPerWorker\x88\x01\x01\x12+\n\x0fd'
+    b'own_per_worker\x18\x04 \x01(\x01H\x03R\rdownPerW'
+    b'orker\x88\x01\x01B\x05\n\x03_upB\x07\n\x05_downB\x10\n\x0e_up_'
+    b'per_workerB\x12\n\x10_down_per_worker"&'
+    b'\n\nAdminReply\x12\x18\n\x07message\x18\x01 \x01(\tR\x07m'
+    b'essageb\x06proto3'
 )
 
 _pool = descriptor_pool.DescriptorPool()
@@ -141,4 +149,5 @@ PutAck = _class(_pool.FindMessageTypeByName("potluck.v1.PutAck"))
 StatusRequest = _class(_pool.FindMessageTypeByName("potluck.v1.StatusRequest"))
 StatusReply = _class(_pool.FindMessageTypeByName("potluck.v1.StatusReply"))
 AdminRequest = _class(_pool.FindMessageTypeByName("potluck.v1.AdminRequest"))
+RateLimits = _class(_pool.FindMessageTypeByName("potluck.v1.RateLimits"))
 AdminReply = _class(_pool.FindMessageTypeByName("potluck.v1.AdminReply"))

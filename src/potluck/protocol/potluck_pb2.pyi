@@ -293,18 +293,32 @@ class StatusReply(_message.Message):
     def __init__(self, status_json: _Optional[str] = ...) -> None: ...
 
 class AdminRequest(_message.Message):
-    __slots__ = ("action", "name", "uses", "hours", "role")
+    __slots__ = ("action", "name", "uses", "hours", "role", "limits")
     ACTION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     USES_FIELD_NUMBER: _ClassVar[int]
     HOURS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
     action: str
     name: str
     uses: int
     hours: float
     role: str
-    def __init__(self, action: _Optional[str] = ..., name: _Optional[str] = ..., uses: _Optional[int] = ..., hours: _Optional[float] = ..., role: _Optional[str] = ...) -> None: ...
+    limits: RateLimits
+    def __init__(self, action: _Optional[str] = ..., name: _Optional[str] = ..., uses: _Optional[int] = ..., hours: _Optional[float] = ..., role: _Optional[str] = ..., limits: _Optional[_Union[RateLimits, _Mapping]] = ...) -> None: ...
+
+class RateLimits(_message.Message):
+    __slots__ = ("up", "down", "up_per_worker", "down_per_worker")
+    UP_FIELD_NUMBER: _ClassVar[int]
+    DOWN_FIELD_NUMBER: _ClassVar[int]
+    UP_PER_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DOWN_PER_WORKER_FIELD_NUMBER: _ClassVar[int]
+    up: float
+    down: float
+    up_per_worker: float
+    down_per_worker: float
+    def __init__(self, up: _Optional[float] = ..., down: _Optional[float] = ..., up_per_worker: _Optional[float] = ..., down_per_worker: _Optional[float] = ...) -> None: ...
 
 class AdminReply(_message.Message):
     __slots__ = ("message",)

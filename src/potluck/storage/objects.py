@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 from potluck.storage.digest import Hasher, digest_bytes, digest_file, file_name, from_file_name
@@ -208,7 +209,7 @@ class ObjectStore:
 
 
 class PartialObject:
-    """The first `offset` bytes of an object of `size`. Needs no closing; several may write to it."""
+    """The first `offset` bytes of an object of `size`. Several may write to it; `rest` when one is through."""
 
     def __init__(self, store: ObjectStore, digest: Digest, size: int, path: Path) -> None:
         self.digest, self.size, self.path = digest, size, path
@@ -216,6 +217,7 @@ class PartialObject:
         self._store = store
         self._lock = threading.Lock()
         self._offset = size if store.has(digest) else _size(path)
+        self._file: FileIO | None = None  # open from the first bytes of a sender to its last
         # Hashed as it comes in, from the start only: what an earlier process received is read again at the end.
         self._hasher = None if self._offset else Hasher(digest)
 
@@ -242,10 +244,18 @@ class PartialObject:
 
     def _append(self, data: memoryview) -> None:
         self._refuse_if_dropped()
-        with full_disk_named(self.path, self.size - self._offset), self.path.open("rb+") as file:
-            file.seek(self._offset)
-            file.write(data)
-            file.truncate()  # a write that a full disk cut off may have left more
+        with full_disk_named(self.path, self.size - self._offset):
+            if self._file is None:
+                self._file = FileIO(self.path, "r+")
+                self._file.seek(self._offset)
+            try:
+                num_written = 0
+                while num_written < len(data):
+                    num_written += self._file.write(data[num_written:])
+            except OSError:
+                self._file.truncate(self._offset)  # a write that a full disk cut off may have left more
+                self._close()
+                raise
         if self._hasher:
             self._hasher.update(data)
         self._offset += len(data)
@@ -255,9 +265,10 @@ class PartialObject:
         with self._lock:
             if self._offset < self.size:
                 raise CorruptError(f"{self.size - self._offset} of {self.size} bytes of {self.digest} are missing")
-            if self._store.has(self.digest):
-                return
-            self._refuse_if_dropped()
+            self._close()
+        if self._store.has(self.digest):
+            return
+        self._refuse_if_dropped()
         # Complete, so nobody writes to it any more: read it and ask the store without holding others up.
         try:
             found = self._hasher.digest() if self._hasher else digest_file(self.path, like=self.digest)
@@ -265,10 +276,27 @@ class PartialObject:
             found = self.digest
         self._store.settle(self, found)
 
+    def rest(self) -> None:
+        """Nothing more comes for a while: its file need not stay open. Never waits: who writes now rests it later."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._close()
+            finally:
+                self._lock.release()
+
     def drop(self) -> None:
         """No more bytes are taken: its file is about to go. Called by the store."""
         with self._lock:
             self._dropped = True
+            self._close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _refuse_if_dropped(self) -> None:
         if self._dropped:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from potluck.clock import Executor
 from potluck.protocol import parse, pb
-from potluck.protocol.frames import CHUNK_BYTES, CHUNK_HEADER_BYTES, pack_chunk, unpack_chunk
+from potluck.protocol.frames import CHUNK_BYTES, CHUNK_HEADER_BYTES, read_chunk, unpack_chunk
 from potluck.storage.digest import check_digest
 from potluck.storage.objects import ObjectStore, PartialObject
 from potluck.transport.connection import Channel, Connection
@@ -28,6 +28,8 @@ from potluck.types.errors import ConnectionLost, CorruptError, DataError, Refuse
 from potluck.types.ids import Digest
 
 BATCH_CHUNKS = 4
+TELL_BYTES = 4 << 20
+"""A receiver that is kept busy says what is safe after so many bytes; one that waits says it at once."""
 MAX_VAIN_TRIES = 3
 """Corrupt transfers in a row that bring no byte further; after them the error is raised."""
 
@@ -184,37 +186,77 @@ async def _send_chunks(channel: Channel, source: _Source, offset: int, executor:
 async def _take_chunks(
     channel: Channel, partial: PartialObject, offset: int, executor: Executor
 ) -> AsyncGenerator[int, None]:
-    """Write what arrives from `offset` on; yields how many bytes are safe, until that is all of them."""
-    frames: list[bytes] = []
-    receiving: asyncio.Future[bytes | None] | None = None
-    writing: asyncio.Future[int] | None = None
+    """Write what arrives from `offset` on; yields how many bytes are safe, until that is all of them.
+
+    What arrived before a link broke is written before the error is raised.
+    """
+    arriving = _Arriving(channel, offset, partial)
+    told_bytes, writing = partial.offset - TELL_BYTES, None  # the first bytes are told at once
     try:
-        while writing is not None or partial.offset < partial.size:
-            if receiving is None and offset < partial.size and len(frames) < BATCH_CHUNKS:
-                receiving = asyncio.ensure_future(channel.receive())
-            if writing is None and frames:
-                writing = asyncio.ensure_future(executor.run(_write, partial, frames))
-                frames = []
-            waited = [work for work in (receiving, writing) if work is not None]
-            if not waited:
+        while partial.offset < partial.size:
+            frames = await arriving.batch()
+            if not frames:
                 raise CorruptError(f"{partial.size} bytes of {partial.digest} came and not all of them are new")
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if writing is not None and writing.done():
-                yield writing.result()
-                writing = None
-            if receiving is not None and receiving.done():
-                frame = receiving.result()
-                if frame is None:
-                    raise ConnectionLost(f"the stream ended at byte {offset} of {partial.size}")
-                frames.append(frame)
-                offset += max(len(frame) - CHUNK_HEADER_BYTES, 0)
-                receiving = None
+            writing = asyncio.ensure_future(executor.run(_write, partial, frames))
+            safe_bytes = await asyncio.shield(writing)
+            if arriving.is_idle or safe_bytes - told_bytes >= TELL_BYTES or safe_bytes == partial.size:
+                told_bytes = safe_bytes
+                yield safe_bytes
     finally:
-        if receiving is not None:
-            receiving.cancel()
-            await asyncio.gather(receiving, return_exceptions=True)
+        await arriving.close()
         if writing is not None:
             await _settle(writing)
+        partial.rest()
+
+
+class _Arriving:
+    """Chunk frames as they come, until all of the object was sent: received while earlier ones are written."""
+
+    def __init__(self, channel: Channel, offset: int, partial: PartialObject) -> None:
+        self._channel, self._offset, self._partial = channel, offset, partial
+        self._frames: list[bytes] = []
+        self._news, self._room = asyncio.Event(), asyncio.Event()
+        self._hearing: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits to be written."""
+        return not self._frames
+
+    async def batch(self) -> list[bytes]:
+        """What has arrived, at least one frame; none if all that was to come has come. Raises what ended the link."""
+        if self._hearing is None:
+            self._hearing = asyncio.create_task(self._hear())
+        while not self._frames:
+            if self._hearing.done():
+                self._hearing.result()
+                return []
+            self._news.clear()
+            await self._news.wait()
+        frames, self._frames = self._frames, []
+        self._room.set()
+        return frames
+
+    async def _hear(self) -> None:
+        size = self._partial.size
+        try:
+            while self._offset < size:
+                frame = await self._channel.receive()
+                if frame is None:
+                    raise ConnectionLost(f"the stream ended at byte {self._offset} of {size}")
+                self._frames.append(frame)
+                self._offset += max(len(frame) - CHUNK_HEADER_BYTES, 0)
+                self._news.set()
+                while len(self._frames) >= BATCH_CHUNKS:
+                    self._room.clear()
+                    await self._room.wait()
+        finally:
+            self._news.set()
+
+    async def close(self) -> None:
+        if self._hearing is not None:
+            self._hearing.cancel()
+            await asyncio.gather(self._hearing, return_exceptions=True)
 
 
 def _write(partial: PartialObject, frames: list[bytes]) -> int:
@@ -247,13 +289,14 @@ class _Source:
         with self._open() as file:
             file.seek(offset)
             while len(frames) < BATCH_CHUNKS and offset < self.size:
-                data = file.read(min(CHUNK_BYTES, self.size - offset))
-                if not data:
+                num_bytes = min(CHUNK_BYTES, self.size - offset)
+                frame = read_chunk(offset, num_bytes, file.readinto)
+                if len(frame) < num_bytes + CHUNK_HEADER_BYTES:
                     raise DataError(
                         f"{self._path} became shorter than {self.size} bytes while it was sent; do not edit it"
                     )
-                frames.append(pack_chunk(offset, data))
-                offset += len(data)
+                frames.append(frame)
+                offset += num_bytes
         return frames
 
     def _open(self) -> FileIO:

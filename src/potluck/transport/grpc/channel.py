@@ -27,8 +27,8 @@ class Reader:
             if self._end is None:
                 if self._task is None:
                     self._task = asyncio.create_task(_run(self._read))
-                await asyncio.wait((self._task,))
-                outcome, self._task = self._task.result(), None
+                outcome = await asyncio.shield(self._task)
+                self._task = None
                 if isinstance(outcome, bytes):
                     return outcome
                 self._end = (outcome,)
@@ -48,10 +48,10 @@ class Writer:
     async def send(self, message: bytes) -> None:
         async with self._turn:
             if self._task is not None:  # left behind by a cancelled caller
-                await asyncio.wait((self._task,))
+                await asyncio.shield(self._task)
             self._task = asyncio.create_task(_run(self._write, message))
-            await asyncio.wait((self._task,))
-            outcome, self._task = self._task.result(), None
+            outcome = await asyncio.shield(self._task)
+            self._task = None
             if isinstance(outcome, Exception):
                 raise outcome
 

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import grpc
 
 from potluck.transport.connection import Channel, Peer, Traffic
+from potluck.transport.grpc.buffers import keep_buffers
 from potluck.transport.grpc.channel import Outcome, Reader, Writer
 from potluck.transport.grpc.options import (
     Options,
@@ -32,9 +33,8 @@ from potluck.types.errors import AddressError, ConnectionLost
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 reason_wait_s = 1.0
-reason_poll_s = 0.02
 _write_failed = "Internal error from Core"
-"""What gRPC says at once of a call that ended while it wrote. What the coordinator said comes a moment later."""
+"""What gRPC says of a call that ended while it wrote. What the coordinator said comes a moment before or after."""
 
 
 class GrpcConnection:
@@ -48,6 +48,7 @@ class GrpcConnection:
             raise ValueError("a connection takes either an identity or `insecure_as`")
         if insecure_as is not None and not is_loopback(host_of(address)):
             raise AddressError(f"plain text to {address} is refused; only loopback addresses may go without TLS")
+        keep_buffers()
         self.address, self._identity = address, identity
         self._metadata = (("potluck-id", insecure_as.id), ("potluck-role", insecure_as.role)) if insecure_as else ()
         self._channels: dict[bool, grpc.aio.Channel] = {}  # by whether it is for bulk
@@ -110,6 +111,9 @@ class _WorkerEnd:
         self._call, self._method, self._address, self._traffic = call, method, address, traffic
         self._reader, self._writer = Reader(self._read), Writer(self._write)
         self._closed = False
+        self._over = asyncio.Event()  # the coordinator's word on the call is here
+        self._error: grpc.aio.AioRpcError | None = None  # and is this; None for good order
+        call.add_done_callback(self._note_status)
 
     async def send(self, message: bytes) -> None:
         check_size(self._method, len(message), up=True)
@@ -149,7 +153,7 @@ class _WorkerEnd:
             message = await self._call.read()
             if isinstance(message, bytes):
                 return message
-            return None if await self._call.code() is grpc.StatusCode.OK else await self._lost()
+            return await self._lost() if await self._status() else None
         except grpc.aio.AioRpcError:
             return await self._lost()
         except asyncio.CancelledError:
@@ -166,16 +170,36 @@ class _WorkerEnd:
 
     async def _lost(self) -> Exception:
         """Why a call that has ended did so."""
-        waited_s = 0.0
-        while waited_s < reason_wait_s and await self._call.details() == _write_failed:
-            await asyncio.sleep(reason_poll_s)
-            waited_s += reason_poll_s
-        code = await self._call.code()
-        if code is grpc.StatusCode.OK:
-            return ConnectionLost("the coordinator has ended the stream")
-        details, trailing = await self._call.details(), await self._call.trailing_metadata()
-        error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=details)
-        return from_status(error, self._address)
+        error = await self._status()
+        return (
+            ConnectionLost("the coordinator has ended the stream")
+            if error is None
+            else from_status(error, self._address)
+        )
+
+    async def _status(self) -> grpc.aio.AioRpcError | None:
+        """What the coordinator said of a call that has ended; None for good order."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), reason_wait_s)
+            return self._error
+        return await _error_of(self._call)
+
+    def _note_status(self, call: _Call) -> None:
+        """Called each time gRPC sets the call's status: a failed write sets one too, before the real one or over it."""
+        try:
+            _error_of(call).send(None)  # the status is there, so this does not wait
+        except StopIteration as done:
+            error: grpc.aio.AioRpcError | None = done.value
+            if not self._over.is_set() and (error is None or error.details() != _write_failed):
+                self._error = error
+                self._over.set()
+
+
+async def _error_of(call: _Call) -> grpc.aio.AioRpcError | None:
+    code = await call.code()
+    if code is grpc.StatusCode.OK:
+        return None
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), await call.trailing_metadata(), details=await call.details())
 
 
 async def call_enrol(address: str, authority_pem: bytes, request: bytes, *, timeout_s: float = 30.0) -> bytes:

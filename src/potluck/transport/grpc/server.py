@@ -18,6 +18,7 @@ from urllib.parse import unquote
 import grpc
 
 from potluck.transport.connection import STREAMS, Peer, Service, Traffic
+from potluck.transport.grpc.buffers import keep_buffers
 from potluck.transport.grpc.channel import Outcome, Reader, Writer
 from potluck.transport.grpc.descriptors import spare_connections
 from potluck.transport.grpc.options import TlsIdentity, is_loopback, server_credentials, server_options
@@ -61,6 +62,7 @@ class GrpcServer:
 
     async def start(self, service: Service, port: int, host: str = "[::]") -> int:
         """The port it listens on (0 picks one). AddressError if it cannot have it."""
+        keep_buffers()
         self._service = service
         if self._identity is None and not is_loopback(host):
             raise AddressError(f"plain text on {host} is refused; listen on 127.0.0.1 or leave TLS on")

@@ -1,0 +1,63 @@
+"""The `[transfer]` section of a recipe, and what an operator makes of it while the run goes on."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from potluck.protocol import pb
+from potluck.transport.pace import Limits
+from potluck.types.errors import Refused
+
+BYTES_PER_MBIT = 125_000
+
+
+class TransferConfig(BaseModel):
+    """How fast objects travel at most, in Mbit/s; 0 for no limit. `potluck limit` changes it while the run goes on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_up_mbit: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="from the workers to the coordinator, all together"
+    )
+    max_down_mbit: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="from the coordinator to the workers, all together"
+    )
+    max_up_mbit_per_worker: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="from each worker")
+    max_down_mbit_per_worker: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="to each worker")
+
+    def limits(self) -> Limits:
+        return Limits(
+            up=self.max_up_mbit * BYTES_PER_MBIT,
+            down=self.max_down_mbit * BYTES_PER_MBIT,
+            up_per_worker=self.max_up_mbit_per_worker * BYTES_PER_MBIT,
+            down_per_worker=self.max_down_mbit_per_worker * BYTES_PER_MBIT,
+        )
+
+
+def changed(limits: Limits, request: pb.RateLimits) -> Limits:
+    """`limits` with what the request gives. Refused if that is no rate."""
+    rates = {
+        "up": limits.up,
+        "down": limits.down,
+        "up_per_worker": limits.up_per_worker,
+        "down_per_worker": limits.down_per_worker,
+    }
+    for name in rates:
+        if request.HasField(name):
+            mbit = float(getattr(request, name))
+            if not (math.isfinite(mbit) and mbit >= 0):
+                raise Refused(f"a limit of {mbit} Mbit/s is none; give 0 for no limit or a positive number")
+            rates[name] = mbit * BYTES_PER_MBIT
+    return Limits(**rates)
+
+
+def sentence(limits: Limits) -> str:
+    """For people."""
+    rates = (
+        ("up", limits.up), ("down", limits.down),
+        ("up for each worker", limits.up_per_worker), ("down for each worker", limits.down_per_worker),
+    )  # fmt: skip
+    given = [f"{what} {rate / BYTES_PER_MBIT:g} Mbit/s" for what, rate in rates if rate]
+    return "transfers are limited: " + ", ".join(given) if given else "transfers have no limit"
