@@ -143,8 +143,8 @@ def join(
     # several times slower themselves where they must share a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from potluck.cli.joining import run_worker
-    from potluck.cli.runs import cache_folder
     from potluck.cli.units import parse_bytes, parse_hours
+    from potluck.storage.files import cache_folder
     from potluck.worker.options import JoinOptions
 
     options = JoinOptions(
