@@ -6,6 +6,7 @@ What runs in a peer is in `peers_apps/`: a server that notes when each round's a
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -166,7 +167,7 @@ def read_notes(record: Path) -> list[Note]:
     text = record.read_text(encoding="utf-8") if record.exists() else ""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     notes = [Note(int(line["round"]), float(line["at"]), line.get("first")) for line in lines]
-    for before, after in zip(notes, notes[1:], strict=False):
+    for before, after in itertools.pairwise(notes):
         if before.first is not None and abs((after.first or 0.0) - before.first - amount) > 1e-3:
             raise PeerFailed(f"round {after.round} turned {before.first} into {after.first}, not {amount} more")
     return notes
@@ -218,6 +219,7 @@ class Peer:
         ):
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
             if done.returncode != 0:
+                shutil.rmtree(home, ignore_errors=True)
                 said = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
                 raise PeerFailed(f"it cannot be installed: {said}")
         complete.touch()

@@ -162,19 +162,25 @@ def _potluck_role(process: psutil.Process) -> str | None:
 
 def table(figures: dict[str, Any]) -> str:
     """The figures of all that ran, side by side, in Markdown."""
-    rows = [
-        "| system | seconds per round | times Potluck | server, MB | each client, MB | CPU s per round, server / client |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    heads = (
+        "system",
+        "seconds per round",
+        "times Potluck",
+        "server, MB",
+        "client, MB",
+        "server, CPU s",
+        "client, CPU s",
+    )
+    rows = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     names = {p.name: f"{p.title} {p.version}" for p in peers} | {"potluck": "Potluck"}
     for name, title in names.items():
         if f"{name}_round_s" not in figures:
-            rows.append(f"| {title} | failed: {figures.get(f'{name}_failed_because', '')} | | | | |")
+            rows.append(f"| {title} | failed: {figures.get(f'{name}_failed_because', '')} | | | | | |")
             continue
         of = {key.removeprefix(f"{name}_"): value for key, value in figures.items() if key.startswith(f"{name}_")}
         rows.append(
             f"| {title} | {of['round_s']} | {of.get('times_potluck', 1)} | {of['server_mb']} | {of['client_mb']} "
-            f"| {of['server_cpu_s_per_round']} / {of['client_cpu_s_per_round']} |"
+            f"| {of['server_cpu_s_per_round']} | {of['client_cpu_s_per_round']} |"
         )
-    rows.append(f"| bare floor | {figures['floor_s']} | {round(1 / figures['potluck_times_floor'], 2)} | | | |")
+    rows.append(f"| bare floor | {figures['floor_s']} | {round(1 / figures['potluck_times_floor'], 2)} | | | | |")
     return "\n".join(rows)

@@ -68,7 +68,7 @@ class Watch:
     def cpu_s(self) -> dict[str, float]:
         """By role, of the processes that live and of those that ended."""
         total: dict[str, float] = defaultdict(float)
-        for role, seconds in self._cpu_s.values():
+        for role, seconds in list(self._cpu_s.values()):  # a copy: the watching thread goes on
             total[role] += seconds
         return dict(total)
 

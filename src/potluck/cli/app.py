@@ -268,18 +268,19 @@ def recipes(name: Annotated[str | None, typer.Argument(metavar="NAME", help="The
         print(f"{stem:{width}}  {headline(path)}")
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
+    context: typer.Context,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which one; without it they are listed.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure Potluck itself, beside its peers."""
+    """Measure Potluck itself, beside its peers. A bench may have options of its own: `bench round --workers 4`."""
     from potluck.cli.benches import list_benches, run_bench
 
     if name is None:
         print("\n".join(f"{bench}  {about}" for bench, about in list_benches().items()))
         return
-    report = run_bench(name)
+    report = run_bench(name, context.args)
     if as_json:
         put_json(report)
     else:

@@ -1,6 +1,6 @@
 """Writes the initial vector and a job of NVFlare's NumPy FedAvg.
 
-    job.py FOLDER NUM_PARAMS NUM_CLIENTS NUM_ROUNDS RECORD
+job.py FOLDER NUM_PARAMS NUM_CLIENTS NUM_ROUNDS RECORD
 """
 
 import json
