@@ -31,13 +31,18 @@ def list_benches() -> dict[str, str]:
     return found
 
 
-def run_bench(name: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
-    """What `bench NAME --json` prints. `arguments` are options of that bench, as `--key value`."""
+def bench_function(name: str) -> Callable[..., Any]:
+    """PotluckError where there is none."""
     known = list_benches()
     if name not in known:
         near = nearest(name, known)
         raise PotluckError(f"there is no bench {name}; " + (f"did you mean {near}?" if near else "see `potluck bench`"))
-    function = getattr(importlib.import_module(f"potluck.bench.{name}"), f"bench_{name}")
+    return getattr(importlib.import_module(f"potluck.bench.{name}"), f"bench_{name}")
+
+
+def run_bench(name: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """What `bench NAME --json` prints. `arguments` are options of that bench, as `--key value`."""
+    function = bench_function(name)
     figures = function(**parse_options(name, function, arguments))
     if inspect.isawaitable(figures):
         figures = asyncio.run(_await(figures))
@@ -47,7 +52,7 @@ def run_bench(name: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
 
 def parse_options(name: str, function: Callable[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
     """`--key value` or `--key=value` for the keyword parameters of `function` that hold one number, word or truth."""
-    types = _option_types(function)
+    types = option_types(function)
     found: dict[str, Any] = {}
     left = list(arguments)
     while left:
@@ -77,7 +82,8 @@ _readers: dict[type, tuple[str, Callable[[str], Any]]] = {
 }
 
 
-def _option_types(function: Callable[..., Any]) -> dict[str, type]:
+def option_types(function: Callable[..., Any]) -> dict[str, type]:
+    """The keyword parameters that can be given on the command line."""
     hints = get_type_hints(function)
     found: dict[str, type] = {}
     for key, parameter in inspect.signature(function).parameters.items():
