@@ -55,6 +55,8 @@ def bench_peers(
     workload = Workload(tuple(t.shape for t in layout), workers, rounds)
     cache = Path(dir) if dir else cache_folder() / "peers"
     figures: dict[str, Any] = {"parameters": layout.numel, "workers": workers, "rounds": rounds}
+    if hasattr(os, "getloadavg"):
+        figures["load_before"] = round(os.getloadavg()[0], 2)  # of others, over a minute
     with _terminable():
         for peer in peers:
             try:
@@ -67,7 +69,6 @@ def bench_peers(
     for peer in peers:
         if (seconds := figures.get(f"{peer.name}_round_s")) is not None:
             figures[f"{peer.name}_times_potluck"] = round(seconds / figures["potluck_round_s"], 2)
-    figures["load_1_min"] = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
     told(table(figures))
     return figures
 
