@@ -86,6 +86,7 @@ def test_recipes_are_listed_and_printed() -> None:
         (["generate", "nowhere"], 12, "nowhere holds no config.json"),
         (["profile", "--device", "tpu"], 5, "is not a device"),
         (["bench", "nothing"], 1, "there is no bench nothing"),
+        (["bench", "round", "--parms", "3", "--json"], 1, "bench round has no option --parms; did you mean --params?"),
         (["test", "my_method.py"], 3, "my_method.py does not exist"),
         (["frobnicate"], 2, "No such command"),
         (["run"], 2, "Missing argument"),

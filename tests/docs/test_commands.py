@@ -22,7 +22,7 @@ from docs.pages import Command, anchors, code_block, commands, inline_commands, 
 from e2e.processes import potluck
 
 from potluck.cli.app import app
-from potluck.cli.benches import list_benches
+from potluck.cli.benches import bench_function, list_benches, option_types, parse_options
 from potluck.coordinator.recipe import load_recipe
 from potluck.coordinator.shipped import shipped
 
@@ -46,7 +46,7 @@ def parsed(command: Command) -> dict[str, Any]:
     name, *arguments = command.words[1:]
     assert name in group.commands, f"{command}: there is no such command"
     with group.commands[name].make_context(name, list(arguments)) as context:
-        return dict(context.params)
+        return {**context.params, "bench_options": context.args}
 
 
 def test_the_pages_have_the_commands_that_matter() -> None:
@@ -69,7 +69,7 @@ def test_the_command_line_knows_it(command: Command) -> None:
                 found = found[part]
             assert str(found).rstrip("/") == value.rstrip("/") or float(found) == float(value), override
     if command.words[1] == "bench" and arguments["name"]:
-        assert arguments["name"] in list_benches()
+        parse_options(arguments["name"], bench_function(arguments["name"]), arguments["bench_options"])
 
 
 def test_an_unknown_flag_would_be_found() -> None:
@@ -107,6 +107,8 @@ def test_a_command_in_running_text_exists_with_its_flags(command: Command) -> No
         return
     assert name in group.commands
     known = {flag for parameter in group.commands[name].params for flag in parameter.opts}
+    if command.words[1] == "bench" and {*command.words[2:3]} & set(list_benches()):
+        known |= {f"--{key.replace('_', '-')}" for key in option_types(bench_function(command.words[2]))}
     flags = [word for word in command.words[2:] if word.startswith("--")]
     assert set(flags) <= known
 

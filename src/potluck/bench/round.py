@@ -114,7 +114,7 @@ def bench_round(
     floor: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Seconds are medians without the first round; `times_floor` compares the two."""
-    shape = min(shapes, key=lambda name: abs(math.log(_numel(name) / params)))
+    shape = nearest_shape(params)
     with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=os.environ.get("POTLUCK_BENCH_DIR")) as name:
         found = _measure(Path(name), shape, workers, codec, down, rounds)
     if floor:
@@ -124,8 +124,13 @@ def bench_round(
     return found
 
 
-def _numel(shape: str) -> int:
-    return layout_of(skeleton(shapes[shape])).numel
+def nearest_shape(num_params: int) -> str:
+    """The name in `shapes` whose number of parameters is nearest, by its ratio."""
+
+    def distance(name: str) -> float:
+        return abs(math.log(layout_of(skeleton(shapes[name])).numel / num_params))
+
+    return min(shapes, key=distance)
 
 
 def _measure(folder: Path, shape: str, num_workers: int, up: str, down: str, num_rounds: int) -> dict[str, Any]:

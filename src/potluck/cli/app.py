@@ -143,8 +143,8 @@ def join(
     # several times slower themselves where they must share a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from potluck.cli.joining import run_worker
-    from potluck.cli.runs import cache_folder
     from potluck.cli.units import parse_bytes, parse_hours
+    from potluck.storage.files import cache_folder
     from potluck.worker.options import JoinOptions
 
     options = JoinOptions(
@@ -284,18 +284,19 @@ def recipes(name: Annotated[str | None, typer.Argument(metavar="NAME", help="The
         print(f"{stem:{width}}  {headline(path)}")
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
+    context: typer.Context,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which one; without it they are listed.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure Potluck itself, beside its peers."""
+    """Measure Potluck itself, beside its peers. A bench may have options of its own: `bench round --workers 4`."""
     from potluck.cli.benches import list_benches, run_bench
 
     if name is None:
         print("\n".join(f"{bench}  {about}" for bench, about in list_benches().items()))
         return
-    report = run_bench(name)
+    report = run_bench(name, context.args)
     if as_json:
         put_json(report)
     else:

@@ -9,8 +9,9 @@ import importlib
 import inspect
 import os
 import platform
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import psutil
 
@@ -30,17 +31,66 @@ def list_benches() -> dict[str, str]:
     return found
 
 
-def run_bench(name: str) -> dict[str, Any]:
-    """What `bench NAME --json` prints."""
+def bench_function(name: str) -> Callable[..., Any]:
+    """PotluckError where there is none."""
     known = list_benches()
     if name not in known:
         near = nearest(name, known)
         raise PotluckError(f"there is no bench {name}; " + (f"did you mean {near}?" if near else "see `potluck bench`"))
-    figures = getattr(importlib.import_module(f"potluck.bench.{name}"), f"bench_{name}")()
+    return getattr(importlib.import_module(f"potluck.bench.{name}"), f"bench_{name}")
+
+
+def run_bench(name: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """What `bench NAME --json` prints. `arguments` are options of that bench, as `--key value`."""
+    function = bench_function(name)
+    figures = function(**parse_options(name, function, arguments))
     if inspect.isawaitable(figures):
         figures = asyncio.run(_await(figures))
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"bench": name, "machine": describe_machine(), "date": date, "figures": figures}
+
+
+def parse_options(name: str, function: Callable[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
+    """`--key value` or `--key=value` for the keyword parameters of `function` that hold one number, word or truth."""
+    types = option_types(function)
+    found: dict[str, Any] = {}
+    left = list(arguments)
+    while left:
+        given, equals, value = left.pop(0).partition("=")
+        key = given.removeprefix("--").replace("-", "_")
+        if not given.startswith("--") or key not in types:
+            options = [f"--{option.replace('_', '-')}" for option in types]
+            near = nearest(given, options)
+            hint = f"did you mean {near}?" if near else f"it has {', '.join(options) or 'none'}"
+            raise PotluckError(f"bench {name} has no option {given}; {hint}")
+        if not equals and not left:
+            raise PotluckError(f"{given} has no value; give one after it")
+        text = value if equals else left.pop(0)
+        what, parse = _readers[types[key]]
+        try:
+            found[key] = parse(text)
+        except (ValueError, KeyError) as error:
+            raise PotluckError(f"{given} is {text!r} and not {what}; give {what}") from error
+    return found
+
+
+_readers: dict[type, tuple[str, Callable[[str], Any]]] = {
+    int: ("a whole number", int),
+    float: ("a number", float),
+    str: ("a word", str),
+    bool: ("true or false", lambda text: {"true": True, "false": False}[text.lower()]),
+}
+
+
+def option_types(function: Callable[..., Any]) -> dict[str, type]:
+    """The keyword parameters that can be given on the command line."""
+    hints = get_type_hints(function)
+    found: dict[str, type] = {}
+    for key, parameter in inspect.signature(function).parameters.items():
+        kinds = [kind for kind in get_args(hints[key]) or (hints[key],) if kind is not type(None)]
+        if parameter.kind is parameter.KEYWORD_ONLY and len(kinds) == 1 and kinds[0] in _readers:
+            found[key] = kinds[0]
+    return found
 
 
 async def _await(awaitable: Any) -> Any:

@@ -18,12 +18,13 @@ from rich.text import Text
 
 from potluck.cli.quiet import quiet_libraries
 from potluck.cli.running import Running
-from potluck.cli.runs import cache_folder, free_run
+from potluck.cli.runs import free_run
 from potluck.cli.units import format_bytes, format_count, format_seconds
 from potluck.cli.view import View
 from potluck.coordinator.events import Event
 from potluck.coordinator.options import HostOptions, RunResult
 from potluck.coordinator.recipe import Recipe, load_recipe
+from potluck.storage.files import cache_folder
 from potluck.types.errors import RunStopped
 
 num_workers = 4

@@ -13,13 +13,13 @@ from rich.console import Console
 
 from potluck.cli.local import LocalWorkers
 from potluck.cli.quiet import quiet_libraries
-from potluck.cli.runs import cache_folder
 from potluck.cli.signals import graceful
 from potluck.cli.view import View
 from potluck.coordinator.events import Event, OnEvent
 from potluck.coordinator.host import serve
 from potluck.coordinator.options import HostOptions, Listening, RunResult, default_port
 from potluck.coordinator.recipe import Recipe
+from potluck.storage.files import cache_folder
 from potluck.types.errors import RunStopped
 
 

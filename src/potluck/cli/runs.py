@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 from potluck.types.errors import PotluckError
@@ -47,14 +45,3 @@ def find_run(name: str | None, root: Path | None = None) -> Path:
 def last_used(folder: Path) -> float:
     """When the run's ledger was last written. SQLite writes beside it until it checkpoints."""
     return max(path.stat().st_mtime for path in folder.glob(f"{MARK}*"))
-
-
-def cache_folder() -> Path:
-    """Where prepared data is kept between runs: the system's place for what can be made again."""
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given) / "potluck"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", str(Path.home()))) / "potluck" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "potluck"
-    return Path.home() / ".cache" / "potluck"

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, locked folders, and a full disk as a sentence."""
+"""Files that are whole or not there, locked folders, where the cache lies, and a full disk as a sentence."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from potluck.types.errors import PotluckError
 
 __all__ = [
     "FolderLock",
+    "cache_folder",
     "free_bytes",
     "fsync_folder",
     "full_disk_named",
@@ -150,3 +151,14 @@ else:
         except BlockingIOError:
             return False
         return True
+
+
+def cache_folder() -> Path:
+    """Where prepared data is kept between runs: the system's place for what can be made again."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "potluck"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", str(Path.home()))) / "potluck" / "cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "potluck"
+    return Path.home() / ".cache" / "potluck"

@@ -1,0 +1,1 @@
+"""Federated averaging in Flower, of clients that add a constant."""

@@ -1,0 +1,46 @@
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from potluck.cli.benches import parse_options
+from potluck.types.errors import PotluckError
+
+
+def bench_sample(
+    *, params: int = 1, down: str = "fp32", num_threads: int | None = None, lr: float = 0.1, floor: bool = True,
+    names: Sequence[str] | None = None,
+) -> None:  # fmt: skip
+    del params, down, num_threads, lr, floor, names
+
+
+def parse(*arguments: str) -> dict[str, Any]:
+    return parse_options("sample", bench_sample, arguments)
+
+
+def test_options_go_to_the_keyword_parameters_by_their_types() -> None:
+    given = ("--params", "4_000", "--down=bf16", "--num-threads", "2", "--lr", "1e-3", "--floor", "false")
+    assert parse(*given) == {"params": 4000, "down": "bf16", "num_threads": 2, "lr": 0.001, "floor": False}
+    assert parse() == {}
+    assert parse("--params", "-3") == {"params": -3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--parms", "3"), "bench sample has no option --parms; did you mean --params?"),
+        (("params", "3"), "bench sample has no option params; did you mean --params?"),
+        (
+            ("--names", "a"),
+            "bench sample has no option --names; it has --params, --down, --num-threads, --lr, --floor",
+        ),
+        (("--params", "many"), "--params is 'many' and not a whole number; give a whole number"),
+        (("--params=2.5",), "--params is '2.5' and not a whole number; give a whole number"),
+        (("--floor", "0"), "--floor is '0' and not true or false; give true or false"),
+        (("--down",), "--down has no value; give one after it"),
+    ],
+)
+def test_mistakes_name_the_option_and_the_remedy(arguments: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(PotluckError) as raised:
+        parse(*arguments)
+    assert str(raised.value) == sentence
