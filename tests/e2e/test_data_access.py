@@ -25,6 +25,7 @@ from potluck.data.tokenizer import TextTokenizer, train_bpe
 from potluck.models.device import this_machine
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import DataError
+from potluck.types.vector import Vector
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -265,7 +266,9 @@ def test_parquet_and_saved_datasets(tmp_path: Path, model_dir: Path) -> None:
     assert prepared.facts["training_tokens"] + prepared.facts["validation_tokens"] == expected
     assert set(prepared.deck.digests()) <= objects.digests()
     assert prepared.plan.layout.numel == stored_weights(model_dir).size
-    assert not np.array_equal(prepared.plan.initial.numpy(), stored_weights(model_dir)), "scratch means from scratch"
+    assert not np.array_equal(Vector.of(prepared.plan.initial()).tensor().numpy(), stored_weights(model_dir)), (
+        "scratch means from scratch"
+    )
     again = prepare(recipe, run_dir, objects, cache_dir=tmp_path / "cache", tell=said.append)
     assert again.corpus_digest == prepared.corpus_digest and again.plan.spec == prepared.plan.spec
     other = load_recipe(tmp_path / "tiny.toml", ['data.text_field="nothing"'])

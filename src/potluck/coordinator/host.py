@@ -80,7 +80,6 @@ class _Hosting:
     async def _run(self, on_listening: Callable[[Listening], None]) -> RunResult:
         folder = self.options.run_dir
         durable = self.options.recipe.checkpoint.durability == "power"
-        (folder / RESULT_FILE).unlink(missing_ok=True)
         objects = await self.lanes.compute.run(lambda: ObjectStore(folder / "objects", durable=durable))
         tell = self.tell_soon()
         prepared = await self.lanes.compute.run(
@@ -91,6 +90,7 @@ class _Hosting:
             on_event=self.tell,
         )  # fmt: skip
         gc.freeze()  # what imports made is no garbage: to look through it again would hold the event loop up
+        (folder / RESULT_FILE).unlink(missing_ok=True)  # it goes on from here
         network = Network(run, address=self.options.address, port=self.options.port)
         try:
             join_line = await network.open()
