@@ -25,6 +25,7 @@ COMMANDS = {
     "remove": "Revoke a member",
     "status": "Who is here, what they do, what the run waits for, how it goes.",
     "stop": "Checkpoint and end the run; restarting `host` or `run --resume` continues it.",
+    "limit": "Limit the transfers of a running run, in Mbit/s; 0 for no limit. Without options it prints the limits.",
     "generate": "Let a trained model write.",
     "recipes": "List the shipped recipes, or print one to start from.",
     "bench": "Measure Potluck itself, beside its peers.",
