@@ -59,6 +59,7 @@ class Network:
         await files.run(write_atomic, folder / "ports.json", json.dumps([enrol_port, serve_port]).encode())
         run.seen = lambda id: members.seen(WorkerId(id), now=clock.time())
         run.tidy = release_buffers
+        await files.run(release_buffers)  # what preparing the run left
         run.traffic = lambda id: server.traffic(WorkerId(id))
         await files.run(
             lambda: local_operator(authority, members, folder / "operator", serve_port=serve_port, now=clock.time())
