@@ -19,5 +19,5 @@ def test_figures_carry_their_units_and_agree_with_each_other() -> None:
 
 
 def test_growth_is_from_the_fiftieth_round_to_the_last() -> None:
-    memory_mb = [*range(40), *[100.0] * 10, *[300.0] * 100, *[101.5] * 10]
+    memory_mb = [*map(float, range(50)), *[100.0] * 40, *[300.0] * 100, *[101.5] * 40]
     assert growth(memory_mb) == {"warm_mb": 100.0, "last_mb": 101.5, "growth_percent": 1.5}

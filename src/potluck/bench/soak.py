@@ -1,7 +1,8 @@
 """Many small rounds: how much the coordinator's memory grows once it is warm.
 
-The processes of `bench round` with its tiny model. Growth is from the 50th round to the last, in medians over ten
-rounds each, of anonymous and shared memory: what a leak would show in, without the page cache of files.
+The processes of `bench round` with its tiny model. Growth is from the 50th round to the last, in medians over 40 rounds
+after the one and before the other, of anonymous and shared memory: what a leak would show in, without the page cache of
+files. So many, because the memory swings with what goes on at the end of a round.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from potluck.bench.round import run_rounds
 
 num_warm = 50
-num_smoothed = 10
+num_smoothed = 40
 
 
 def bench_soak(*, rounds: int = 300, workers: int = 2) -> dict[str, Any]:
@@ -30,9 +31,7 @@ def bench_soak(*, rounds: int = 300, workers: int = 2) -> dict[str, Any]:
 
 def growth(memory_mb: list[float]) -> dict[str, float]:
     """Of what was measured after each round."""
-    warm, last = (
-        median(memory_mb[num_warm - num_smoothed : num_warm]), median(memory_mb[-num_smoothed:]),
-    )  # fmt: skip
+    warm, last = median(memory_mb[num_warm : num_warm + num_smoothed]), median(memory_mb[-num_smoothed:])
     return {
         "warm_mb": round(warm, 1),
         "last_mb": round(last, 1),

@@ -198,17 +198,18 @@ async def _ask(folder: Path, repeats: int) -> dict[str, Any]:
             else {"source": client.path, "target": "bare"}
         )
         turns: dict[str, list[tuple[float, float]]] = {"bare": [], "files": [], "own": []}
-        for _ in range(repeats + 1):
+        for number in range(repeats + 1):
             served = await client.fresh()
             acts: dict[str, Callable[[], Awaitable[None]]] = {
                 "bare": lambda way=way: getattr(bare, way)(num_bytes),
                 "files": lambda way=way, files=files: getattr(bare, way)(num_bytes, **files),
                 "own": lambda way=way, served=served: getattr(client, way)(client.connection, served),
             }
-            for name, act in acts.items():
+            order = list(acts)
+            for name in order[number % 3 :] + order[: number % 3]:
                 client.warm()
-                turns[name].append(await _timed(both, act))
-            (folder / "bare").unlink()
+                turns[name].append(await _timed(both, acts[name]))
+                (folder / "bare").unlink(missing_ok=True)
         figures |= _figures(way, num_bytes, {name: found[1:] for name, found in turns.items()})
     ratios = [await client.sent_with_cuts(way, num_bytes) for way in ("down", "up")]
     await client.connection.close()

@@ -127,6 +127,8 @@ class Coordinator:
         self.uploads: dict[Digest, LeaseId] = {}  # what came or comes in for open leases
         self.traffic: Callable[[str], Traffic] = lambda _: Traffic()  # of this process, by worker; set by the host
         self.seen: Callable[[str], None] = lambda _: None  # blocks; notes in the member book that a worker was here
+        self.tidy: Callable[[], None] = lambda: None  # blocks; gives memory that is free back to the system
+        self._tidied_at = clock.now()
         self.whole = asyncio.Lock()  # held while a round is committed or discarded: a stop waits for it
         self._resumes = False  # the round under way was begun by an earlier process
         self._given: dict[str, dict[str, Any]] = {}  # by worker: tokens, rounds, bytes of earlier processes
@@ -292,7 +294,12 @@ class Coordinator:
             del self.uploads[digest]
         keep = {*self.fleet.publisher.objects(), *floating, *self.deck.digests(), *self.plan.open_objects}
 
+        if untidy := self.clock.now() - self._tidied_at >= tidy_interval_s:
+            self._tidied_at = self.clock.now()
+
         def remove() -> None:
+            if untidy:
+                self.tidy()
             self.params.remove_except(handles)
             self.objects.collect(lambda digest: digest in keep or digest in self.uploads)  # some begin meanwhile
 
@@ -406,6 +413,7 @@ def open_ledger(folder: Path, *, durable: bool) -> Ledger:
 
 
 last_validation_wait_s = 120.0
+tidy_interval_s = 10.0
 VALIDATION_ATTEMPT = 1_000_000
 """Validation works under this attempt, so that its tasks never mix with those of the round that follows."""
 

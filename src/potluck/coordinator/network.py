@@ -13,6 +13,7 @@ from potluck.coordinator.service import CoordinatorService
 from potluck.storage.database import Database
 from potluck.storage.files import write_atomic
 from potluck.storage.members import Members
+from potluck.transport.grpc.buffers import release_buffers
 from potluck.transport.grpc.server import EnrolServer, GrpcServer
 from potluck.transport.security.admission import Admission
 from potluck.transport.security.authority import Authority, ServerCertificates
@@ -57,6 +58,8 @@ class Network:
         enrol_port = await self._enrol.start(ports[0], host)
         await files.run(write_atomic, folder / "ports.json", json.dumps([enrol_port, serve_port]).encode())
         run.seen = lambda id: members.seen(WorkerId(id), now=clock.time())
+        run.tidy = release_buffers
+        await files.run(release_buffers)  # what preparing the run left
         run.traffic = lambda id: server.traffic(WorkerId(id))
         await files.run(
             lambda: local_operator(authority, members, folder / "operator", serve_port=serve_port, now=clock.time())
