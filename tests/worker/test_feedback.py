@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from potluck.codecs.bundle import Bundle
+from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
 from potluck.protocol import pb
 from potluck.types.errors import InvalidUpdate
@@ -32,8 +33,8 @@ class Sender:
     def send(self, round: int, delta: Tensor) -> Tensor:
         """What the coordinator decodes."""
         write_update(
-            self.path, "delta", Vector.of(delta), layout=layout, spec=self.spec, rules=(),
-            lease=lease(round, self.adopted), folder=self.folder, seed=1,
+            self.path, "delta", Vector.of(delta), layout=layout, policy=CodecPolicy(default=self.spec.codec.name),
+            beta=self.spec.beta, lease=lease(round, self.adopted), folder=self.folder, seed=1,
         )  # fmt: skip
         with Bundle.open(self.path) as bundle:
             return bundle.decode_flat("delta", layout)

@@ -33,6 +33,9 @@ class Bf16(Dense):
     def buffer_types(self, shape: Shape) -> tuple[tuple[str, int], ...]:
         return (("uint16", numel_of(shape)),)
 
+    def together(self, shape: Shape) -> int:
+        return 1
+
     def encode_slice(self, values: Values, buffers: Sequence[Buffer], start: int, shape: Shape, key: int) -> bool:
         codes = buffers[0][start : start + len(values)]
         return bool(kernels().encode_bf16(as_bits(values), codes, np.uint64(key), start, self._is_stochastic))

@@ -36,7 +36,7 @@ from potluck.codecs.header import (
 )
 from potluck.codecs.lossless import segment_bytes
 from potluck.codecs.policy import CodecPolicy
-from potluck.types.disk import full_disk_named
+from potluck.types.disk import full_disk_named, open_over
 from potluck.types.errors import CorruptError, InvalidUpdate
 from potluck.types.params import Layout, TensorSpec, type_bytes
 
@@ -184,7 +184,7 @@ def _write(path: Path, rows: Sequence[Row], buffers: Iterable[Iterable[Pieces]],
     """
     header = make_header(rows)
     try:
-        with full_disk_named(path, header.total_bytes), path.open("wb") as file:
+        with full_disk_named(path, header.total_bytes), open_over(path) as file:
             file.write(header.data)
             sizes = _write_buffers(file, buffers)
             if sized:
@@ -193,6 +193,7 @@ def _write(path: Path, rows: Sequence[Row], buffers: Iterable[Iterable[Pieces]],
                 header = make_header(rows, sizes=sizes, least_bytes=len(header.data))
                 file.seek(0)
                 file.write(header.data)
+            file.truncate(header.total_bytes)
     except BaseException:
         path.unlink(missing_ok=True)
         raise

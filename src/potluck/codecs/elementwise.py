@@ -32,8 +32,9 @@ changes: frozenset[Role] = frozenset(("update", "gradient"))
 slice_numel = 1 << 16
 """Elements worked on at once: 256 KiB of fp32, which stays in a core's second-level cache."""
 
-piece_numel = 1 << 22
-"""Elements of a large tensor that are in memory at once while it is encoded."""
+piece_numel = 1 << 18
+"""Elements of a large tensor that are in memory at once while it is encoded: with 1 MiB of fp32 each, what they are
+computed from lies in a core's cache and in memory that the process keeps, which larger ones ask the system for anew."""
 
 task_numel = 1 << 19
 """Elements that a thread takes at a time, where that needs no scratch memory."""
@@ -154,6 +155,10 @@ class Dense(TensorCodec):
         """Elements that share a scale."""
         return max(1, numel_of(shape))
 
+    def together(self, shape: Shape) -> int:
+        """Elements that must be there at once to encode one of them."""
+        return self.block(shape)
+
     @abstractmethod
     def encode_slice(self, values: Values, buffers: Sequence[Buffer], start: int, shape: Shape, key: int) -> bool:
         """Fill in what `values`, those from `start` on, a block's start, have in `buffers`. Whether all are finite."""
@@ -173,7 +178,7 @@ class Dense(TensorCodec):
         if type(self).prepare is not Dense.prepare:
             return super().encode_from(read, shape, seed=seed, out=out, residual=residual)
         buffers = tuple(self.allocate(shape) if out is None else out)
-        for low, high in spans(numel_of(shape), whole_blocks(piece_numel, self.block(shape))):
+        for low, high in spans(numel_of(shape), whole_blocks(piece_numel, self.together(shape))):
             values = read(low, high)
             if residual is not None:
                 residual[low:high] = values

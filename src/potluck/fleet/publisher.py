@@ -18,10 +18,10 @@ from torch import Tensor
 
 from potluck.clock import Executor
 from potluck.codecs.base import codec
-from potluck.codecs.bundle import Bundle, write_flat_slices
+from potluck.codecs.bundle import Bundle, Chosen, flat_size, write_flat_slices
 from potluck.codecs.delta import CHANGE, WHOLE, write_sum
 from potluck.protocol import pb
-from potluck.storage.files import unfinished_name, write_atomic
+from potluck.storage.files import write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
 from potluck.strategies.run import RunFacts
@@ -48,7 +48,7 @@ class Publisher:
         self, run: RunFacts, params: ParamStore, objects: ObjectStore, folder: Path, executor: Executor
     ) -> None:
         self._run, self._params, self._objects = run, params, objects
-        self._folder, self._executor = folder, executor
+        self._executor = executor
         self._published: dict[Params, Digest] = {}
         self._latest: dict[str, Digest] = {}  # by the name of the argument that it is
         self._deltas: dict[str, list[Delta]] = {}
@@ -101,15 +101,15 @@ class Publisher:
             if delta is not None:
                 self._deltas[name] = [*self._deltas.get(name, []), delta][-max_chain:]
                 return delta.target
-        path = self._scratch("whole")
         whole = codec("fp32") if self._run.down.is_delta else self._run.down_policy
+        path = self._scratch(WHOLE, whole)
         with self._params.reading(handle) as read:
             write_flat_slices(path, WHOLE, read, self._run.layout, whole)
         return self._objects.adopt(path)
 
     def _encode_delta(self, base: Digest, handle: Params) -> Delta | None:
         """The new version and the way to it; None if it is too far away."""
-        layout, change, whole = self._run.layout, self._scratch("change"), self._scratch("whole")
+        layout, change, whole = self._run.layout, self._scratch(CHANGE, self._run.down_policy), self._scratch(WHOLE, codec("fp32"))
         squares = [0.0, 0.0]
         with Bundle.open(self._objects.path(base)) as before, self._params.reading(handle) as theta:
 
@@ -127,8 +127,8 @@ class Publisher:
         write_sum(whole, self._objects.path(base), change, layout)
         return Delta(target=self._objects.adopt(whole), base=base, change=self._objects.adopt(change))
 
-    def _scratch(self, what: str) -> Path:
-        return unfinished_name(self._folder / f"publish-{what}")
+    def _scratch(self, name: str, chosen: Chosen) -> Path:
+        return self._objects.scratch(name, flat_size(name, self._run.layout, chosen))
 
     # What must survive the process
 

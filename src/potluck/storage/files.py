@@ -14,10 +14,13 @@ from potluck.types.errors import PotluckError
 
 __all__ = [
     "FolderLock",
+    "boot_id",
     "cache_folder",
     "free_bytes",
     "fsync_folder",
     "full_disk_named",
+    "is_same_boot",
+    "note_boot",
     "remove_files",
     "remove_unfinished",
     "require_free",
@@ -89,6 +92,28 @@ def fsync_folder(folder: Path) -> None:
         pass  # some network file systems refuse it, and nothing else can be done there
     finally:
         os.close(descriptor)
+
+
+def boot_id() -> str:
+    """A name of this start of the machine; "" where the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def is_same_boot(folder: Path) -> bool:
+    """Whether the machine was not started anew since `note_boot(folder)`; True where that was never called.
+
+    After a start, files that were not synced may hold anything.
+    """
+    path = folder / "boot"
+    return not path.is_file() or path.read_text().strip() == boot_id()
+
+
+def note_boot(folder: Path) -> None:
+    if boot_id():
+        write_atomic(folder / "boot", boot_id().encode(), durable=True)
 
 
 class FolderLock:

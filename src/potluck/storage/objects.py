@@ -1,11 +1,12 @@
 """Objects: files named by the digest of their bytes. Model versions, updates, data shards, tokenizers.
 
     ROOT/blake3-HEX                 a whole object
-    ROOT/partial/blake3-HEX         the first bytes of one that is on its way
+    ROOT/partial/blake3-HEX         one that is on its way
+    ROOT/partial/blake3-HEX.offset  how many bytes of it are here
 
-An upload goes on where it stopped, also after a restart: a partial file only ever grows at its end. Its digest is
-checked when it is complete, and only then does it get the object's name. All methods block and may be called from any
-thread.
+An upload goes on where it stopped, also after a restart. Its digest is checked when it is complete, and only then does
+it get the object's name. Objects that were removed are written over by those that come; so after the machine was
+started anew, unless all is synced, every object is checked again. All methods block and may be called from any thread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -22,14 +24,20 @@ from potluck.storage.digest import Hasher, digest_bytes, digest_file, file_name,
 from potluck.storage.files import (
     fsync_folder,
     full_disk_named,
+    is_same_boot,
+    note_boot,
     remove_files,
     remove_unfinished,
     require_free,
     unfinished_name,
     write_atomic,
 )
+from potluck.storage.spares import Spares
 from potluck.types.errors import CorruptError, ResourceError
 from potluck.types.ids import Digest
+
+_offset_suffix = ".offset"
+_offset_bytes = 8
 
 
 class ObjectStore:
@@ -46,7 +54,14 @@ class ObjectStore:
         self._partial_folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._partials: dict[Digest, PartialObject] = {}
+        self._spares = Spares(root)
         remove_unfinished(root)
+        if not durable and not is_same_boot(root):
+            for digest in self.digests():
+                with suppress(CorruptError):
+                    self.verify(digest)
+        if not durable:
+            note_boot(root)
 
     # Whole objects
 
@@ -73,7 +88,7 @@ class ObjectStore:
         with self._lock:
             whole = sum(_size(self.path(digest)) for digest in self.digests())
             growing = {file_name(digest): partial.size for digest, partial in self._partials.items()}
-            resting = (p for p in self._partial_folder.iterdir() if p.name not in growing)
+            resting = (p for p in self._partial_folder.iterdir() if from_file_name(p.name) and p.name not in growing)
             return whole + sum(growing.values()) + sum(map(_size, resting))
 
     def put(self, data: bytes) -> Digest:
@@ -84,6 +99,12 @@ class ObjectStore:
                 self._require_room(len(data))
                 write_atomic(self.path(digest), data, durable=self.durable)
         return digest
+
+    def scratch(self, name: str, size: int) -> Path:
+        """Where to write an object of about `size` bytes that `adopt` will move in. It may hold old bytes."""
+        path = unfinished_name(self.root / name)
+        self._spares.take(path, size)
+        return path
 
     def adopt(self, path: Path) -> Digest:
         """Move a file in, named by its digest. It must not be written to any more."""
@@ -122,12 +143,12 @@ class ObjectStore:
         for digest in self.digests():
             with self._lock:
                 if not is_kept(digest):
-                    freed += remove_files([self.path(digest)])
+                    freed += self._spares.retire([self.path(digest)])
         with self._lock:
             oldest = time.time() - partial_age_s
             for path in list(self._partial_folder.iterdir()):
-                digest = from_file_name(path.name)
-                if (digest and is_kept(digest)) or path.stat().st_mtime > oldest:
+                digest = from_file_name(path.name.removesuffix(_offset_suffix))
+                if (digest and is_kept(digest)) or not path.exists() or path.stat().st_mtime > oldest:
                     continue
                 freed += self._drop_partial(digest) if digest else remove_files([path])
         return freed
@@ -138,7 +159,7 @@ class ObjectStore:
         """Bytes of an object on its way that are here: where its sender may go on. 0 if there are none."""
         with self._lock:
             partial = self._partials.get(digest)
-            return partial.offset if partial else _size(self._partial_folder / file_name(digest))
+            return partial.offset if partial else _arrived(self._partial_folder / file_name(digest))
 
     def begin(self, digest: Digest, size: int) -> PartialObject:
         """Begin or go on to receive an object of `size` bytes; `offset` of the result says from where.
@@ -153,10 +174,20 @@ class ObjectStore:
             path = self._partial_folder / file_name(digest)
             if self.has(digest):
                 return PartialObject(self, digest, self.size(digest), path)
-            self._drop_partial(digest, keep_file=partial is None and _size(path) <= size)
+            goes_on = partial is None and 0 < _arrived(path) <= size
+            if not goes_on:
+                self._drop_partial(digest)
             self._require_room(size - _size(path))
-            require_free(path, size - _size(path))
-            path.touch()
+            if not goes_on:
+                _offset_path(path).write_bytes(bytes(_offset_bytes))  # before the file: its old bytes count as none
+                if not self._spares.take(path, size):
+                    path.touch()
+            try:
+                self._require_free(path, size)
+            except ResourceError:
+                if not goes_on:
+                    self._drop_partial(digest)
+                raise
             self._partials[digest] = PartialObject(self, digest, size, path)
             return self._partials[digest]
 
@@ -177,12 +208,16 @@ class ObjectStore:
                     os.fsync(file.fileno())
             del self._partials[partial.digest]
             self._move_in(partial.path, partial.digest)
+            remove_files([_offset_path(partial.path)])
 
-    def _drop_partial(self, digest: Digest, *, keep_file: bool = False) -> int:
+    def _drop_partial(self, digest: Digest) -> int:
         partial = self._partials.pop(digest, None)
         if partial is not None:
             partial.drop()
-        return 0 if keep_file else remove_files([self._partial_folder / file_name(digest)])
+        path = self._partial_folder / file_name(digest)
+        freed = remove_files([path])
+        remove_files([_offset_path(path)])
+        return freed
 
     def _move_in(self, path: Path, digest: Digest) -> None:
         target = self.path(digest)
@@ -196,6 +231,15 @@ class ObjectStore:
             path.unlink()
         if self.durable:
             fsync_folder(self.root)
+
+    def _require_free(self, path: Path, size: int) -> None:
+        """ResourceError if the disk cannot hold `path` with that size, even without spare files."""
+        try:
+            require_free(path, size - _size(path))
+        except ResourceError:
+            if not self._spares.clear():
+                raise
+            require_free(path, size - _size(path))
 
     def _require_room(self, more_bytes: int) -> None:
         if not self.quota_bytes:
@@ -216,8 +260,9 @@ class PartialObject:
         self._dropped = False
         self._store = store
         self._lock = threading.Lock()
-        self._offset = size if store.has(digest) else _size(path)
+        self._offset = size if store.has(digest) else _arrived(path)
         self._file: FileIO | None = None  # open from the first bytes of a sender to its last
+        self._offset_file: FileIO | None = None
         # Hashed as it comes in, from the start only: what an earlier process received is read again at the end.
         self._hasher = None if self._offset else Hasher(digest)
 
@@ -245,13 +290,15 @@ class PartialObject:
     def _append(self, data: memoryview) -> None:
         self._refuse_if_dropped()
         with full_disk_named(self.path, self.size - self._offset):
-            if self._file is None:
-                self._file = FileIO(self.path, "r+")
+            if self._file is None or self._offset_file is None:
+                self._file, self._offset_file = FileIO(self.path, "r+"), FileIO(_offset_path(self.path), "r+")
                 self._file.seek(self._offset)
             try:
                 num_written = 0
                 while num_written < len(data):
                     num_written += self._file.write(data[num_written:])
+                self._offset_file.seek(0)
+                self._offset_file.write((self._offset + len(data)).to_bytes(_offset_bytes, "little"))
             except OSError:
                 self._file.truncate(self._offset)  # a write that a full disk cut off may have left more
                 self._close()
@@ -271,6 +318,7 @@ class PartialObject:
         self._refuse_if_dropped()
         # Complete, so nobody writes to it any more: read it and ask the store without holding others up.
         try:
+            os.truncate(self.path, self.size)  # a spare may have been longer
             found = self._hasher.digest() if self._hasher else digest_file(self.path, like=self.digest)
         except FileNotFoundError:  # settled or dropped meanwhile: the store knows
             found = self.digest
@@ -294,9 +342,10 @@ class PartialObject:
         self._close()
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for file in (self._file, self._offset_file):
+            if file is not None:
+                file.close()
+        self._file = self._offset_file = None
 
     def _refuse_if_dropped(self) -> None:
         if self._dropped:
@@ -305,6 +354,19 @@ class PartialObject:
 
 def _dropped(digest: Digest) -> CorruptError:
     return CorruptError(f"what had arrived of {digest} was dropped; send it from the start")
+
+
+def _offset_path(partial: Path) -> Path:
+    return partial.with_name(partial.name + _offset_suffix)
+
+
+def _arrived(partial: Path) -> int:
+    """Bytes of a partial file that were received; 0 if nobody wrote down how many."""
+    try:
+        noted = int.from_bytes(_offset_path(partial).read_bytes()[:_offset_bytes], "little")
+    except FileNotFoundError:
+        return 0
+    return min(noted, _size(partial))
 
 
 def _size(path: Path) -> int:

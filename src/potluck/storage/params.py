@@ -3,6 +3,9 @@
 A fragment is a file of little-endian fp32 and nothing else, `FOLDER/NAME.NUMBER.f32`. It is written under another name
 and renamed when whole, and never changed afterwards: so a handle that was returned stays true whenever the process
 dies. Work goes slice by slice, so a vector costs disk and page cache, not memory. All methods block.
+
+Files that no handle names any more are written over by the next ones. So unless all is synced, nothing in the folder
+is believed after the machine was started anew: it is removed.
 """
 
 from __future__ import annotations
@@ -21,7 +24,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from potluck.storage.files import fsync_folder, full_disk_named, remove_files, remove_unfinished, unfinished_name
+from potluck.storage.files import (
+    fsync_folder,
+    full_disk_named,
+    is_same_boot,
+    note_boot,
+    remove_files,
+    remove_unfinished,
+    unfinished_name,
+)
+from potluck.storage.spares import Spares
+from potluck.types.disk import open_over
 from potluck.types.errors import CorruptError, PotluckError
 from potluck.types.params import Fragment, Layout, Params, type_bytes
 from potluck.types.vector import Vector
@@ -47,6 +60,11 @@ class ParamStore:
         self.fragment_numel, self.slice_numel, self.durable = fragment_numel, slice_numel, durable
         root.mkdir(parents=True, exist_ok=True)
         remove_unfinished(root)
+        if not durable and not is_same_boot(root):
+            remove_files(root.glob(f"*{_suffix}"))
+        if not durable:
+            note_boot(root)
+        self.spares = Spares(root)
 
     # Making
 
@@ -148,7 +166,7 @@ class ParamStore:
     def remove_except(self, handles: Iterable[Params]) -> int:
         """Remove every file that none of `handles` names; bytes freed."""
         keep = {f.name + _suffix for handle in handles for f in handle.fragments}
-        return remove_files(path for path in list(self.root.glob(f"*{_suffix}")) if path.name not in keep)
+        return self.spares.retire(path for path in list(self.root.glob(f"*{_suffix}")) if path.name not in keep)
 
     def path(self, fragment: Fragment) -> Path:
         if not _safe_name.fullmatch(fragment.name):
@@ -191,7 +209,11 @@ class ParamWriter:
         self._advance(len(flat), lambda file, low, high: file.write(flat[low:high].data))
 
     def write_zeros(self, numel: int) -> None:
-        self._advance(numel, lambda file, low, high: file.truncate(file.seek((high - low) * type_bytes, 1)))
+        def skip(file: BinaryIO, low: int, high: int) -> None:
+            file.truncate()  # what a spare file held
+            file.truncate(file.seek((high - low) * type_bytes, 1))
+
+        self._advance(numel, skip)
 
     def __enter__(self) -> ParamWriter:
         return self
@@ -227,11 +249,14 @@ class ParamWriter:
         fragment = Fragment(f"{self._name}.{len(self._fragments):04d}", numel)
         path = self._store.path(fragment)
         self._fragments.append(fragment)
-        self._whole.append((unfinished_name(path), path))
-        return self._whole[-1][0].open("wb")
+        scratch = unfinished_name(path)
+        self._whole.append((scratch, path))
+        self._store.spares.take(scratch, numel * type_bytes)
+        return open_over(scratch)
 
     def _close(self) -> None:
         if self._file is not None:
+            self._file.truncate()
             self._file.flush()
             if self._store.durable:
                 os.fsync(self._file.fileno())

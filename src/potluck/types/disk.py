@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from potluck.types.errors import ResourceError
 
@@ -37,6 +38,11 @@ def full_disk_named(path: Path, need_bytes: int = 0) -> Generator[None, None, No
         if error.errno not in _full:
             raise
         raise ResourceError(_sentence(path, need_bytes, free_bytes(path))) from error
+
+
+def open_over(path: Path) -> BinaryIO:
+    """Open a file to be written from its start, over what may be there. Who writes cuts off what is left of that."""
+    return path.open("r+b" if path.exists() else "w+b")
 
 
 def _sentence(path: Path, need_bytes: int, free: int) -> str:

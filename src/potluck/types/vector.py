@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-slice_numel = 1 << 20
+slice_numel = 1 << 18
 
 
 class Vector:

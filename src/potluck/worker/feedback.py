@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from potluck.codecs.bundle import write_flat_slices
-from potluck.codecs.policy import CodecPolicy, CodecRule
-from potluck.codecs.spec import CodecSpec
+from potluck.codecs.policy import CodecPolicy
 from potluck.protocol import pb
 from potluck.storage.files import require_free
 from potluck.types.params import Layout, type_bytes
@@ -32,14 +31,13 @@ _round_of = re.compile(r"r([0-9]{1,12})-")
 
 
 def write_update(
-    path: Path, name: str, vector: Vector, *, layout: Layout, spec: CodecSpec, rules: tuple[CodecRule, ...],
-    lease: pb.Lease, folder: RunFolder, seed: int,
+    path: Path, name: str, vector: Vector, *, layout: Layout, policy: CodecPolicy, beta: float, lease: pb.Lease,
+    folder: RunFolder, seed: int,
 ) -> None:  # fmt: skip
-    """Write a result's vector as the lease's spec says. InvalidUpdate if it is not finite."""
-    policy = CodecPolicy(default=spec.codec.name, rules=rules)
+    """Write a result's vector; with `beta` above 0 what this loses is kept. InvalidUpdate if it is not finite."""
     noise = int.from_bytes(hashlib.sha256(f"{seed}/{lease.round}/{lease.key}".encode()).digest()[:8], "little")
     before = _left_over(folder, lease, layout) if lease.next_version else None
-    if not spec.beta or not lease.next_version:  # what an earlier round left over is sent along
+    if not beta or not lease.next_version:  # what an earlier round left over is sent along
         total = vector if before is None else vector + before
         write_flat_slices(path, name, total.read, layout, policy, seed=noise)
         return
@@ -47,7 +45,7 @@ def write_update(
     scratch = after_path.with_suffix(".unfinished")
     require_free(scratch, layout.numel * type_bytes)
     after = _mapped(scratch, layout.numel)
-    total = vector if before is None else vector + spec.beta * before
+    total = vector if before is None else vector + beta * before
     write_flat_slices(path, name, total.read, layout, policy, seed=noise, residual=after)
     scratch.replace(after_path)
 

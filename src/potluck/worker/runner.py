@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from potluck.clock import Clock, Executor
-from potluck.codecs.bundle import Bundle
+from potluck.codecs.base import codec
+from potluck.codecs.bundle import Bundle, flat_size
 from potluck.codecs.delta import WHOLE, write_sum
 from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb, upload_purpose
 from potluck.storage.digest import check_digest
-from potluck.storage.files import unfinished_name
 from potluck.strategies.replica import TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, TaskFunction, decode_arguments, installed
@@ -37,7 +37,7 @@ from potluck.worker.state import RunFolder
 from potluck.worker.trainer import Trainer
 
 MAX_WANTED = 256
-recent_leases = 4
+recent_leases = 2
 max_way = 8
 """Differences in a row from a version that is here."""
 
@@ -74,6 +74,7 @@ class Runner:
         self.changed = asyncio.Event()  # something new to report
         self.inline_changed = asyncio.Event()
         self.posts: dict[LeaseId, Post] = {}
+        self._mapped: list[Bundle] = []  # what the task under way reads its parameters from
         self._recent: deque[tuple[Digest, ...]] = deque(maxlen=recent_leases)  # what the last leases needed
         self._lost: dict[LeaseId, pb.TaskResult] = {}  # results to be sent again
         self._unsent: set[Digest] = set()  # results that are encoded and not yet among `results`
@@ -177,6 +178,9 @@ class Runner:
                 self._note("".join(traceback.format_exception(error)))
                 self._fail(lease, f"{type(error).__name__}: {error}")
             finally:
+                for bundle in self._mapped:  # its file may be written over from now on
+                    bundle.close()
+                self._mapped.clear()
                 self.posts.pop(self.current, None)
                 self.current = None
                 self.activity = ("waiting", 0)
@@ -322,7 +326,7 @@ class Runner:
 
     def _apply(self, delta: pb.Delta) -> None:
         """In a file thread. CorruptError if it does not lead where it says."""
-        path = unfinished_name(self.folder.root / "version")
+        path = self.folder.objects.scratch("version", flat_size(WHOLE, self.trainer.layout, codec("fp32")))
         base, change = (self.folder.objects.path(check_digest(d)) for d in (delta.base, delta.delta))
         write_sum(path, base, change, self.trainer.layout)
         with self._storing:
@@ -355,6 +359,7 @@ class Runner:
             layout = self.trainer.layout
             bundle = Bundle.open(self.folder.objects.path(digest))
             bundle.check_layout(WHOLE, layout)
+            self._mapped.append(bundle)
             return Vector(layout.numel, lambda start, stop: bundle.flat_slice(WHOLE, layout, start, stop))
 
         def tensors(digest: Digest) -> Mapping[str, Tensor]:
@@ -374,10 +379,12 @@ class Runner:
         vector, layout = Vector.of(tensor), self.trainer.layout
         if vector.numel != layout.numel:
             raise ValueError(f"{name} has {vector.numel} elements and the model has {layout.numel}")
-        path = unfinished_name(self.folder.root / "result")  # a session's results may be encoded two at a time
+        spec = parse_spec(lease.up_codec or "fp32")
+        policy = CodecPolicy(default=spec.codec.name, rules=self._up_rules)
+        path = self.folder.objects.scratch("result", flat_size(name, layout, policy))
         write_update(
-            path, name, vector, layout=layout, spec=parse_spec(lease.up_codec or "fp32"), rules=self._up_rules,
-            lease=lease, folder=self.folder, seed=self._seed,
+            path, name, vector, layout=layout, policy=policy, beta=spec.beta, lease=lease, folder=self.folder,
+            seed=self._seed,
         )  # fmt: skip
         with self._storing:
             digest = self.folder.objects.adopt(path)
