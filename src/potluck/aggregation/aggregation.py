@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from potluck.aggregation.config import AggregationConfig
+from potluck.aggregation.config import AggregationConfig, Rule
 from potluck.aggregation.spool import Reader, Spool, Values, sum_numel
 from potluck.storage.params import ParamStore, ParamWriter
 from potluck.types.errors import RoundFailed
@@ -38,22 +38,31 @@ class Aggregation:
     def write_sum(self, coefficients: Sequence[float], *, of_previous: float = 0.0) -> None:
         """`factor (of_previous * previous + sum_i c_i x_i)`; an update whose coefficient is 0 is not read."""
         spool = self.spool
-        weights = [(i, c * self.factor) for i, c in enumerate(coefficients) if c != 0]
+        weights = [c * self.factor for c in coefficients]
 
         def add(reader: Reader, start: int, stop: int, out: Values) -> None:
             out.fill(0)
             if self.previous is not None and of_previous != 0:
                 values = self.store.read_slice(self.previous, start, stop).numpy()
                 np.multiply(values, np.float32(of_previous * self.factor), out=out)
-            for number, weight in weights:
-                reader.add(number, start, out, weight)
+            add_all(reader, start, out, weights)
 
         spool.walk(sum_numel, add, lambda out, _: self.write(out))
 
     def write(self, values: Values) -> None:
         """The next elements of the result. RoundFailed if they are not finite."""
-        if not np.isfinite(values).all():
-            raise RoundFailed(
-                f"the {self.config.rule} of {len(self.spool)} finite updates of {self.spool.name} overflows fp32"
-            )
+        require_finite(values, self.config.rule, self.spool)
         self.writer.write(torch.from_numpy(values))
+
+
+def add_all(reader: Reader, start: int, out: Values, weights: Sequence[float]) -> None:
+    """`out += sum_i weights_i x_i`, in the order of the updates; one whose weight is 0 is not read."""
+    for number, weight in enumerate(weights):
+        if weight != 0:
+            reader.add(number, start, out, weight)
+
+
+def require_finite(values: Values, rule: Rule, spool: Spool) -> None:
+    """RoundFailed if an element of the result is not finite."""
+    if not np.isfinite(values).all():
+        raise RoundFailed(f"the {rule} of {len(spool)} finite updates of {spool.name} overflows fp32")

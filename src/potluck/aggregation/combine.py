@@ -10,23 +10,25 @@ for bit, whenever and in whatever order they arrived.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from potluck.aggregation.aggregation import Aggregation
+from potluck.aggregation.aggregation import Aggregation, add_all, require_finite
 from potluck.aggregation.centered_clipping import centered_clipping
 from potluck.aggregation.config import AggregationConfig
 from potluck.aggregation.geometric_median import geometric_median
 from potluck.aggregation.krum import krum, multi_krum
 from potluck.aggregation.mean import mean as plain_mean
+from potluck.aggregation.mean import mean_report
 from potluck.aggregation.median import median
 from potluck.aggregation.norm_clipping import norm_clipping
 from potluck.aggregation.report import Report
-from potluck.aggregation.spool import Spool
+from potluck.aggregation.spool import Spool, Values
 from potluck.aggregation.trimmed_mean import trimmed_mean
-from potluck.storage.params import ParamStore
-from potluck.types.errors import InvalidUpdate
+from potluck.storage.params import Deferred, Fill, ParamStore
+from potluck.types.errors import CorruptError, InvalidUpdate, RoundFailed
 from potluck.types.params import Layout, Params
 
 _rules: Mapping[str, Callable[[Aggregation], Report]] = {
@@ -83,6 +85,55 @@ def combine(
         )
         report = _rules[rule.rule](given)
     return Combined(params=writer.params, report=report)
+
+
+def defer_mean(
+    store: ParamStore,
+    updates: Sequence[tuple[Path, float]],
+    *,
+    name: str,
+    layout: Layout,
+    out_name: str,
+    mean: bool = True,
+) -> Combined:
+    """`combine` by the mean, computed slice by slice within what reads it: an outer step never sees it on the disk.
+
+    Who reads it gets RoundFailed if it is not finite, or if a file is no longer a bundle of the layout.
+    """
+    weights = _weights(updates)
+    total = math.fsum(weights)
+    paths = [path for path, _ in updates]
+    scales = [1.0] * len(weights) if mean else [1 / weight for weight in weights]
+    factors = [weight / total * (1.0 if mean else total) for weight in weights]
+
+    @contextmanager
+    def reading() -> Iterator[Fill]:
+        def fill(start: int, out: Values) -> None:
+            with accepted():
+                out.fill(0)
+                add_all(spool.reader, start, out, factors)
+                require_finite(out, "mean", spool)
+
+        with accepted(), Spool(paths, scales, name=name, layout=layout, num_readers=1) as spool:
+            yield fill
+
+    def make() -> Params:
+        with accepted():
+            return combine(
+                store, updates, rule=AggregationConfig(), name=name, layout=layout, out_name=out_name, mean=mean
+            ).params
+
+    params = store.defer(out_name, layout.numel, Deferred(reading, make))
+    return Combined(params=params, report=mean_report(len(updates)))
+
+
+@contextmanager
+def accepted() -> Iterator[None]:
+    """Updates that were checked when they came: where one cannot be read, the disk has lost it since."""
+    try:
+        yield
+    except (InvalidUpdate, CorruptError) as error:
+        raise RoundFailed(f"an accepted update cannot be read any more: {error}") from error
 
 
 def _weights(updates: Sequence[tuple[Path, float]]) -> list[float]:

@@ -49,13 +49,17 @@ class Spool:
     Use in a `with` block.
     """
 
-    def __init__(self, paths: Sequence[Path], scales: Sequence[float], *, name: str, layout: Layout) -> None:
+    def __init__(
+        self, paths: Sequence[Path], scales: Sequence[float], *, name: str, layout: Layout, num_readers: int = 0
+    ) -> None:
+        """As many readers as `walk` has threads, unless it is not `walk` that reads."""
         self.paths, self.scales, self.name, self.layout = paths, scales, name, layout
+        self._num_readers = num_readers or num_threads
         self._readers: list[Reader] = []
 
     def __enter__(self) -> Spool:
         """CorruptError if a file is not a bundle."""
-        for _ in range(num_threads):
+        for _ in range(self._num_readers):
             self._readers.append(Reader(self, like=self._readers[0] if self._readers else None))
         return self
 
@@ -66,6 +70,11 @@ class Spool:
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    @property
+    def reader(self) -> Reader:
+        """For whoever reads by themselves, in one thread."""
+        return self._readers[0]
 
     def rows_numel(self, num_rows: int) -> int:
         """Elements of each of that many rows that a reader's buffer holds."""

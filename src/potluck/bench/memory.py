@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-sample_s = 0.005
+sample_s = 0.02
 
 
 def memory_bytes() -> tuple[int, int]:

@@ -259,6 +259,7 @@ class Coordinator:
         row = CommitRow(
             round=state.round, attempt=self._attempt, state=proposed.to_json(), deal=deal, accepted=accepted
         )
+        await self.lanes.compute.run(self.params.settle, proposed.handles())
         await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())
         self.fleet.end(committed=True)
         self.state = proposed

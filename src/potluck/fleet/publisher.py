@@ -109,7 +109,8 @@ class Publisher:
 
     def _encode_delta(self, base: Digest, handle: Params) -> Delta | None:
         """The new version and the way to it; None if it is too far away."""
-        layout, change, whole = self._run.layout, self._scratch(CHANGE, self._run.down_policy), self._scratch(WHOLE, codec("fp32"))
+        layout = self._run.layout
+        change, whole = self._scratch(CHANGE, self._run.down_policy), self._scratch(WHOLE, codec("fp32"))
         squares = [0.0, 0.0]
         with Bundle.open(self._objects.path(base)) as before, self._params.reading(handle) as theta:
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from potluck.aggregation.combine import Combined, combine
+from potluck.aggregation.combine import Combined, accepted, combine, defer_mean
 from potluck.aggregation.config import AggregationConfig
 from potluck.storage.ledger import ReplyRow
 from potluck.storage.params import ParamStore
 from potluck.strategies.fleet import Reduction
 from potluck.strategies.run import RunFacts
-from potluck.types.errors import CorruptError, InvalidUpdate, RecipeError, RoundFailed
+from potluck.types.errors import RecipeError
 
 
 def check_reduction(reduction: Reduction, rule: AggregationConfig) -> None:
@@ -29,16 +29,17 @@ def reduce_replies(
 ) -> Combined:
     """The reduction of the replies, whose updates are at `paths`, as the vector `name`. Blocks."""
     weights = [float(row.scalars[reduction.weight]) if reduction.weight else 1.0 for row in rows]
-    try:
+    updates, layout = list(zip(paths, weights, strict=True)), run.layout
+    if run.aggregation.rule == "mean":
+        return defer_mean(params, updates, name=reduction.name, layout=layout, out_name=name, mean=reduction.mean)
+    with accepted():
         return combine(
             params,
-            list(zip(paths, weights, strict=True)),
+            updates,
             rule=run.aggregation,
             name=reduction.name,
-            layout=run.layout,
+            layout=layout,
             out_name=name,
             mean=reduction.mean,
             previous=reduction.previous,
         )
-    except (InvalidUpdate, CorruptError) as error:  # checked when it came, so the disk has lost it since
-        raise RoundFailed(f"an accepted update cannot be read any more: {error}") from error

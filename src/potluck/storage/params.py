@@ -14,7 +14,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,8 +45,22 @@ _suffix = ".f32"
 _not_in_names = re.compile(r"[^A-Za-z0-9._-]")
 _safe_name = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
+num_threads = 2
+"""Work on vectors is bound by memory traffic, which two cores of most machines exhaust."""
+
+Values = npt.NDArray[np.float32]
+Fill = Callable[[int, Values], None]
+"""`fill(start, out)` makes the elements from `start` on, as many as `out` holds."""
 Op = Callable[..., Tensor | Sequence[Tensor]]
 """`op(*slices, layout=, offset=, **scalars)` -> new slices, fp32 [n] like the given ones."""
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A vector that is computed when it is read, or written by `make` if it has to last."""
+
+    reading: Callable[[], AbstractContextManager[Fill]]
+    make: Callable[[], Params]
 
 
 class ParamStore:
@@ -65,6 +81,7 @@ class ParamStore:
         if not durable:
             note_boot(root)
         self.spares = Spares(root)
+        self._deferred: dict[Params, Deferred] = {}
 
     # Making
 
@@ -78,9 +95,7 @@ class ParamStore:
 
     def find(self, name: str, numel: int) -> Params | None:
         """The handle that `create` gave for this name and size, if its files are all here."""
-        starts = range(0, numel, self.fragment_numel)
-        sizes = (min(self.fragment_numel, numel - start) for start in starts)
-        params = Params(tuple(Fragment(f"{name}.{i:04d}", size) for i, size in enumerate(sizes)))
+        params = self._named(name, numel)
         try:
             self.check(params)
         except CorruptError:
@@ -95,30 +110,63 @@ class ParamStore:
 
     def writer(self, name: str, numel: int) -> ParamWriter:
         """To make a vector one slice after another: `with store.writer(...) as w: w.write(...)`, then `w.params`."""
-        return ParamWriter(self, _not_in_names.sub("_", name)[:120].lstrip(".") or "_", numel)
+        return ParamWriter(self, self._named(_safe(name), numel))
 
     def apply(
         self, op: Op, *handles: Params, name: str, layout: Layout, num_outputs: int = 1, **scalars: Any
     ) -> tuple[Params, ...]:
         """Run `op` over the handles, slice by slice, into new handles `NAME-0`, `NAME-1`, ...
 
-        `op` may change the slices it is given and return them: they are copies, whose memory serves the next ones.
+        `op` may change the slices it is given and return them: they are copies, whose memory serves the next ones. It
+        is called in several threads at once, each with slices of its own.
         """
         numel = handles[0].numel
         if any(handle.numel != numel for handle in handles):
             raise ValueError(f"{name} is over vectors of {[h.numel for h in handles]} elements; they must be equal")
-        with ExitStack() as stack:
-            writers = [stack.enter_context(self.writer(f"{name}-{i}", numel)) for i in range(num_outputs)]
-            readers = [stack.enter_context(_Reader(self, handle)) for handle in handles]
-            memory = [torch.empty(min(self.slice_numel, numel), dtype=torch.float32) for _ in readers]
-            for start, stop in self._slices(numel):
-                slices = [reader.read(start, stop, out) for reader, out in zip(readers, memory, strict=True)]
-                result = op(*slices, layout=layout, offset=start, **scalars)
-                outputs = (result,) if isinstance(result, Tensor) else tuple(result)
-                _check_outputs(name, outputs, num_outputs, stop - start)
-                for writer, output in zip(writers, outputs, strict=True):
-                    writer.write(output)
-        return tuple(writer.params for writer in writers)
+        named = [self._named(_safe(f"{name}-{i}"), numel) for i in range(num_outputs)]
+
+        def run(number: int) -> None:
+            """One fragment of each output."""
+            start = number * self.fragment_numel
+            with ExitStack() as stack:
+                writers = [stack.enter_context(_FragmentWriter(self, params.fragments[number])) for params in named]
+                readers = [stack.enter_context(_Reader(self, handle)) for handle in handles]
+                stop = start + named[0].fragments[number].numel
+                memory = [torch.empty(min(self.slice_numel, stop - start), dtype=torch.float32) for _ in readers]
+                for low, high in self._slices(stop, start):
+                    slices = [reader.read(low, high, out) for reader, out in zip(readers, memory, strict=True)]
+                    result = op(*slices, layout=layout, offset=low, **scalars)
+                    outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+                    _check_outputs(name, outputs, num_outputs, high - low)
+                    for writer, output in zip(writers, outputs, strict=True):
+                        writer.write(_flat(output))
+
+        try:
+            _in_threads(run, len(named[0].fragments))
+        except BaseException:
+            remove_files(self.path(fragment) for params in named for fragment in params.fragments)
+            raise
+        if self.durable:
+            fsync_folder(self.root)
+        return tuple(named)
+
+    # Deferring
+
+    def defer(self, name: str, numel: int, deferred: Deferred) -> Params:
+        """A handle to a vector that is computed each time it is read, until `settle` or `remove_except`.
+
+        `deferred.make` must write it under the same name.
+        """
+        params = self._named(_safe(name), numel)
+        self._deferred[params] = deferred
+        return params
+
+    def settle(self, handles: Iterable[Params]) -> None:
+        """Write those of the handles that were deferred."""
+        for params in handles:
+            if (deferred := self._deferred.pop(params, None)) is not None:
+                made = deferred.make()
+                assert made == params, f"{made} was made of the deferred {params}"
 
     # Reading
 
@@ -157,14 +205,18 @@ class ParamStore:
         return math.sqrt(total)
 
     def check(self, params: Params) -> None:
-        """CorruptError if a file of the handle is missing or has another size."""
+        """CorruptError if a file of the handle is missing or has another size. One that was deferred is settled."""
+        self.settle([params])
         for fragment in params.fragments:
             self._checked(fragment)
 
     # Removing
 
     def remove_except(self, handles: Iterable[Params]) -> int:
-        """Remove every file that none of `handles` names; bytes freed."""
+        """Remove every file that none of `handles` names, and forget what was deferred; bytes freed."""
+        handles = list(handles)
+        self.settle(handles)
+        self._deferred.clear()
         keep = {f.name + _suffix for handle in handles for f in handle.fragments}
         return self.spares.retire(path for path in list(self.root.glob(f"*{_suffix}")) if path.name not in keep)
 
@@ -182,80 +234,103 @@ class ParamStore:
             raise CorruptError(f"the parameter file {path} has {size} bytes and should have {need}")
         return path
 
-    def _slices(self, numel: int) -> Iterator[tuple[int, int]]:
-        for start in range(0, numel, self.slice_numel):
-            yield start, min(start + self.slice_numel, numel)
+    def _slices(self, stop: int, start: int = 0) -> Iterator[tuple[int, int]]:
+        for low in range(start, stop, self.slice_numel):
+            yield low, min(low + self.slice_numel, stop)
+
+    def _named(self, name: str, numel: int) -> Params:
+        starts = range(0, numel, self.fragment_numel)
+        sizes = (min(self.fragment_numel, numel - start) for start in starts)
+        return Params(tuple(Fragment(f"{name}.{i:04d}", size) for i, size in enumerate(sizes)))
 
 
 class ParamWriter:
     """A vector in the making. After the `with` block `params` is its handle; an exception leaves nothing behind."""
 
-    def __init__(self, store: ParamStore, name: str, numel: int) -> None:
-        self._store, self._name, self._numel = store, name, numel
-        self._written = 0
-        self._file: BinaryIO | None = None
-        self._whole: list[tuple[Path, Path]] = []  # unfinished name, final name
-        self._fragments: list[Fragment] = []
-        self._params: Params | None = None
+    def __init__(self, store: ParamStore, params: Params) -> None:
+        self._store, self._params = store, params
+        self._name = params.fragments[0].name.rpartition(".")[0] if params.fragments else "a vector"
+        self._numel, self._written = params.numel, 0
+        self._writers: list[_FragmentWriter] = []
+        self._is_whole = False
 
     @property
     def params(self) -> Params:
-        assert self._params is not None, "the handle exists after the `with` block"
+        assert self._is_whole, "the handle exists after the `with` block"
         return self._params
 
     def write(self, values: Tensor) -> None:
         """The next elements, fp32 [n]."""
-        flat = values.detach().to("cpu", torch.float32).contiguous().reshape(-1).numpy()
-        self._advance(len(flat), lambda file, low, high: file.write(flat[low:high].data))
+        flat = _flat(values)
+        self._advance(len(flat), lambda writer, low, high: writer.write(flat[low:high]))
 
     def write_zeros(self, numel: int) -> None:
-        def skip(file: BinaryIO, low: int, high: int) -> None:
-            file.truncate()  # what a spare file held
-            file.truncate(file.seek((high - low) * type_bytes, 1))
-
-        self._advance(numel, skip)
+        self._advance(numel, lambda writer, low, high: writer.write_zeros(high - low))
 
     def __enter__(self) -> ParamWriter:
         return self
 
     def __exit__(self, type: type[BaseException] | None, *_: object) -> None:
-        if type is None:
-            self._finish()
-        else:
+        if type is not None:
             self._drop()
+            return
+        if self._written != self._numel:
+            self._drop()
+            raise ValueError(f"{self._name} got {self._written} elements and has {self._numel}")
+        for writer in self._writers:
+            writer.finish()
+        if self._store.durable:
+            fsync_folder(self._store.root)
+        self._is_whole = True
 
-    def _advance(self, numel: int, put: Callable[[BinaryIO, int, int], object]) -> None:
+    def _advance(self, numel: int, put: Callable[[_FragmentWriter, int, int], object]) -> None:
         if self._written + numel > self._numel:
             raise ValueError(f"{self._name} gets {self._written + numel} elements and has {self._numel}")
         done = 0
-        with full_disk_named(self._store.root, self._numel * type_bytes):
-            while done < numel:
-                if self._file is None:
-                    self._file = self._open()
-                room = self._fragments[-1].numel - (self._written - self._fragment_start)
-                part = min(room, numel - done)
-                put(self._file, done, done + part)
-                self._written += part
-                done += part
-                if part == room:
-                    self._close()
+        while done < numel:
+            if not self._writers or not self._writers[-1].room:
+                self._writers.append(_FragmentWriter(self._store, self._params.fragments[len(self._writers)]))
+            writer = self._writers[-1]
+            part = min(writer.room, numel - done)
+            put(writer, done, done + part)
+            if not writer.room:
+                writer.close()
+            self._written += part
+            done += part
 
-    @property
-    def _fragment_start(self) -> int:
-        return sum(f.numel for f in self._fragments[:-1])
+    def _drop(self) -> None:
+        for writer in self._writers:
+            writer.drop()
 
-    def _open(self) -> BinaryIO:
-        numel = min(self._store.fragment_numel, self._numel - self._written)
-        fragment = Fragment(f"{self._name}.{len(self._fragments):04d}", numel)
-        path = self._store.path(fragment)
-        self._fragments.append(fragment)
-        scratch = unfinished_name(path)
-        self._whole.append((scratch, path))
-        self._store.spares.take(scratch, numel * type_bytes)
-        return open_over(scratch)
 
-    def _close(self) -> None:
-        if self._file is not None:
+class _FragmentWriter:
+    """One file of a vector in the making: under another name until it is whole."""
+
+    def __init__(self, store: ParamStore, fragment: Fragment) -> None:
+        self._store, self._path = store, store.path(fragment)
+        self._scratch = unfinished_name(self._path)
+        self._size = fragment.numel * type_bytes
+        store.spares.take(self._scratch, self._size)
+        self._file: BinaryIO | None = open_over(self._scratch)
+        self.room = fragment.numel
+
+    def write(self, values: Values) -> None:
+        assert self._file is not None
+        with full_disk_named(self._store.root, self._size):
+            self._file.write(values.data)
+        self.room -= len(values)
+
+    def write_zeros(self, numel: int) -> None:
+        assert self._file is not None
+        self._file.truncate()  # what a spare file held
+        self._file.truncate(self._file.seek(numel * type_bytes, 1))
+        self.room -= numel
+
+    def close(self) -> None:
+        """All of it was written; `finish` may come later."""
+        if self._file is None:
+            return
+        with full_disk_named(self._store.root, self._size):
             self._file.truncate()
             self._file.flush()
             if self._store.durable:
@@ -263,30 +338,36 @@ class ParamWriter:
             self._file.close()
             self._file = None
 
-    def _finish(self) -> None:
-        if self._written != self._numel:
-            self._drop()
-            raise ValueError(f"{self._name} got {self._written} elements and has {self._numel}")
-        for scratch, path in self._whole:
-            scratch.replace(path)
-        if self._store.durable:
-            fsync_folder(self._store.root)
-        self._params = Params(tuple(self._fragments))
+    def finish(self) -> None:
+        self.close()
+        self._scratch.replace(self._path)
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-        remove_files(scratch for scratch, _ in self._whole)
+        remove_files([self._scratch])
+
+    def __enter__(self) -> _FragmentWriter:
+        return self
+
+    def __exit__(self, type: type[BaseException] | None, *_: object) -> None:
+        if type is None:
+            self.finish()
+        else:
+            self.drop()
 
 
 class _Reader:
     """Reads slices of a vector, keeping the fragment it last read from open."""
 
     def __init__(self, store: ParamStore, params: Params) -> None:
+        self._stack = ExitStack()
+        deferred = store._deferred.get(params)  # pyright: ignore[reportPrivateUsage]
+        self._compute = self._stack.enter_context(deferred.reading()) if deferred else None
         self._places: list[tuple[int, Path, int]] = []  # start, file, elements
         start = 0
-        for fragment in params.fragments:
+        for fragment in () if deferred else params.fragments:
             self._places.append((start, store._checked(fragment), fragment.numel))  # pyright: ignore[reportPrivateUsage]
             start += fragment.numel
         self._file: BufferedReader | None = None
@@ -296,13 +377,15 @@ class _Reader:
         """Elements in the first part of `memory`, or in memory of their own."""
         values = torch.empty(stop - start, dtype=torch.float32) if memory is None else memory[: stop - start]
         out = values.numpy()
+        if self._compute is not None:
+            self._compute(start, out)
         for first, path, numel in self._places:
             low, high = max(start, first), min(stop, first + numel)
             if low < high:
                 self._fill(out[low - start : high - start], path, low - first)
         return values
 
-    def _fill(self, out: npt.NDArray[np.float32], path: Path, offset: int) -> None:
+    def _fill(self, out: Values, path: Path, offset: int) -> None:
         if self._file is None or self._path != path:
             self.close()
             self._file, self._path = path.open("rb"), path
@@ -320,6 +403,30 @@ class _Reader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+        self._stack.close()
+
+
+def _safe(name: str) -> str:
+    return _not_in_names.sub("_", name)[:120].lstrip(".") or "_"
+
+
+def _flat(values: Tensor) -> Values:
+    return values.detach().to("cpu", torch.float32).contiguous().reshape(-1).numpy()
+
+
+def _in_threads(work: Callable[[int], None], count: int) -> None:
+    """`work(0)` to `work(count - 1)`; the first that fails ends all."""
+    if count < 2:
+        for number in range(count):
+            work(number)
+        return
+    with ThreadPoolExecutor(num_threads, "params") as pool:
+        running = [pool.submit(work, number) for number in range(count)]
+        try:
+            for future in running:
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _check_outputs(name: str, outputs: Sequence[Tensor], num_outputs: int, numel: int) -> None:
