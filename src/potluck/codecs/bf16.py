@@ -11,24 +11,18 @@ import numpy as np
 
 from potluck.codecs.elementwise import (
     Buffer,
-    Dense,
-    Rounding,
+    Rounded,
     Shape,
     Values,
     as_bits,
     kernels,
     no_tables,
     numel_of,
-    rounding_suffix,
 )
 
 
-class Bf16(Dense):
+class Bf16(Rounded):
     kind = "bf16"
-
-    def __init__(self, rounding: Rounding = "nearest") -> None:
-        self.name = "bf16" + rounding_suffix(rounding)
-        self._is_stochastic = rounding == "stochastic"
 
     def buffer_types(self, shape: Shape) -> tuple[tuple[str, int], ...]:
         return (("uint16", numel_of(shape)),)
@@ -38,7 +32,7 @@ class Bf16(Dense):
 
     def encode_slice(self, values: Values, buffers: Sequence[Buffer], start: int, shape: Shape, key: int) -> bool:
         codes = buffers[0][start : start + len(values)]
-        return bool(kernels().encode_bf16(as_bits(values), codes, np.uint64(key), start, self._is_stochastic))
+        return bool(kernels().encode_bf16(as_bits(values), codes, np.uint64(key), start, self.is_stochastic))
 
     def parts(self, buffers: Sequence[Buffer], first: int, last: int) -> tuple[Buffer, Buffer]:
         return buffers[0], no_tables

@@ -263,6 +263,14 @@ class Dense(TensorCodec):
             loop(frozen(codes), frozen(tables), block, start, np.float32(weight), out)
 
 
+class Rounded(Dense):
+    """A dense codec that rounds to the nearest level, or at random to one of the two beside the value."""
+
+    def __init__(self, rounding: Rounding = "nearest") -> None:
+        self.is_stochastic = rounding == "stochastic"
+        self.name = f"{self.kind}(stochastic)" if self.is_stochastic else self.kind
+
+
 def kernels() -> Any:
     """The compiled loops. They import numba, which whoever only names a codec does not need."""
     from potluck.codecs import kernels
@@ -316,10 +324,6 @@ def noise_key(seed: int, stream: int = 0) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
     return mixed ^ (mixed >> 31)
-
-
-def rounding_suffix(rounding: Rounding) -> str:
-    return "(stochastic)" if rounding == "stochastic" else ""
 
 
 def refuse_not_finite(codec: str) -> InvalidUpdate:

@@ -12,24 +12,18 @@ import numpy as np
 
 from potluck.codecs.elementwise import (
     Buffer,
-    Dense,
-    Rounding,
+    Rounded,
     Shape,
     Values,
     as_bits,
     kernels,
     largest_scale,
     numel_of,
-    rounding_suffix,
 )
 
 
-class Fp8(Dense):
+class Fp8(Rounded):
     kind = "fp8"
-
-    def __init__(self, rounding: Rounding = "nearest") -> None:
-        self.name = "fp8" + rounding_suffix(rounding)
-        self._is_stochastic = rounding == "stochastic"
 
     def block(self, shape: Shape) -> int:
         return max(1, shape[-1]) if shape else 1
@@ -44,7 +38,7 @@ class Fp8(Dense):
         return bool(
             kernels().encode_fp8(
                 values, as_bits(values), codes, scales, row, largest_scale(448), np.uint64(key), start,
-                self._is_stochastic,
+                self.is_stochastic,
             )
         )  # fmt: skip
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from potluck.codecs.elementwise import (
     Buffer,
-    Dense,
     Role,
-    Rounding,
+    Rounded,
     Shape,
     Values,
     any_role,
@@ -24,21 +23,16 @@ from potluck.codecs.elementwise import (
     largest_scale,
     num_blocks,
     numel_of,
-    rounding_suffix,
 )
 
 block = 64
 _most = int(largest_scale(7).view(np.uint32)) >> 16
 
 
-class Int4(Dense):
+class Int4(Rounded):
     kind = "int4"
     per = 2
     roles: frozenset[Role] = any_role - {"parameter"}
-
-    def __init__(self, rounding: Rounding = "nearest") -> None:
-        self.name = "int4" + rounding_suffix(rounding)
-        self._is_stochastic = rounding == "stochastic"
 
     def block(self, shape: Shape) -> int:
         return block
@@ -53,7 +47,7 @@ class Int4(Dense):
         codes = buffers[1][start // 2 : -(-stop // 2)]
         return bool(
             kernels().encode_int4(
-                values, as_bits(values), codes, scales, block, _most, np.uint64(key), start, self._is_stochastic
+                values, as_bits(values), codes, scales, block, _most, np.uint64(key), start, self.is_stochastic
             )
         )
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from potluck.codecs.elementwise import (
     Buffer,
-    Dense,
-    Rounding,
+    Rounded,
     Shape,
     Values,
     as_bits,
@@ -22,18 +21,13 @@ from potluck.codecs.elementwise import (
     largest_scale,
     num_blocks,
     numel_of,
-    rounding_suffix,
 )
 
 block = 4096
 
 
-class Int8(Dense):
+class Int8(Rounded):
     kind = "int8"
-
-    def __init__(self, rounding: Rounding = "nearest") -> None:
-        self.name = "int8" + rounding_suffix(rounding)
-        self._is_stochastic = rounding == "stochastic"
 
     def block(self, shape: Shape) -> int:
         return block
@@ -46,7 +40,7 @@ class Int8(Dense):
         stop = start + len(values)
         scales = buffers[0][start // block : num_blocks(stop, block)]
         inputs = (values, as_bits(values), buffers[1][start:stop], scales, block, largest_scale(127))
-        if self._is_stochastic:
+        if self.is_stochastic:
             return bool(kernels().encode_int8_noisy(*inputs, np.uint64(key), start))
         return bool(kernels().encode_int8(*inputs))
 
