@@ -28,12 +28,10 @@ STYLES = {
     "joined": "green",
     "left": "yellow",
     "lost": "yellow",
-    "refused": "red",
     "discarded": "red",
     "waiting": "yellow",
     "checkpoint": "dim",
     "note": "dim",
-    "story": "bold magenta",
 }
 QUIET = frozenset({"listening", "checkpoint", "model"})
 """Kinds that the rounds or the command itself say better."""
