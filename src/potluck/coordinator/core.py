@@ -6,13 +6,10 @@ Knows neither sockets nor the command line: `coordinator.host` gives it a networ
 from __future__ import annotations
 
 import asyncio
-import errno
-import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -45,6 +42,11 @@ from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
 
+last_validation_wait_s = 120.0
+tidy_interval_s = 10.0
+VALIDATION_ATTEMPT = 1_000_000
+"""Validation works under this attempt, so that its tasks never mix with those of the round that follows."""
+
 
 class CheckpointConfig(BaseModel):
     """The `[checkpoint]` section of a recipe."""
@@ -55,9 +57,8 @@ class CheckpointConfig(BaseModel):
         default=10, ge=1, description="rounds between checkpoints; the last round is always saved"
     )
     keep: int = Field(default=2, ge=1, description="how many checkpoints are kept")
-    durability: str = Field(
+    durability: Literal["process", "power"] = Field(
         default="process",
-        pattern="^(process|power)$",
         description="what a committed round survives: the death of the process, or a power cut (an fsync each round)",
     )
 
@@ -295,11 +296,12 @@ class Coordinator:
             del self.uploads[digest]
         keep = {*self.fleet.publisher.objects(), *floating, *self.deck.digests(), *self.plan.open_objects}
 
-        if untidy := self.clock.now() - self._tidied_at >= tidy_interval_s:
+        is_due = self.clock.now() - self._tidied_at >= tidy_interval_s
+        if is_due:
             self._tidied_at = self.clock.now()
 
         def remove() -> None:
-            if untidy:
+            if is_due:
                 self.tidy()
             self.params.remove_except(handles)
             self.objects.collect(lambda digest: digest in keep or digest in self.uploads)  # some begin meanwhile
@@ -413,21 +415,5 @@ def open_ledger(folder: Path, *, durable: bool) -> Ledger:
         ) from error
 
 
-last_validation_wait_s = 120.0
-tidy_interval_s = 10.0
-VALIDATION_ATTEMPT = 1_000_000
-"""Validation works under this attempt, so that its tasks never mix with those of the round that follows."""
-
-
 def _nothing(id: str) -> dict[str, Any]:
     return {"id": id, "tokens": 0, "rounds": 0, "bytes_up": 0, "bytes_down": 0}
-
-
-def write_metrics(path: Path, event: Event) -> None:
-    """Append one line to metrics.jsonl (docs/metrics.md), or nothing of it. OSError if the disk is full."""
-    line = json.dumps({"time": event.at, "kind": event.kind, "text": event.text, **event.detail}).encode() + b"\n"
-    with path.open("ab", buffering=0) as file:
-        before = file.tell()
-        if file.write(line) != len(line):
-            file.truncate(before)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -11,19 +15,19 @@ from typing import Any
 class Event:
     """One thing that happened. `kind` and the keys of `detail`:
 
-    - `listening`: address, join_line      the coordinator can be reached
-    - `joined`, `left`: worker             `left` has a reason
-    - `waiting`: reason                    what the run waits for
-    - `round`: round, loss, workers, tokens, seconds    a round was committed
-    - `discarded`: round, reason           a round was discarded
-    - `codec`: worker, reason                 another codec was chosen for a worker's updates
-    - `aggregation`: rule, left_out, scaled    updates that the rule did not count whole
-    - `lost`: worker, reason             a piece of work was given up, or its result refused
+    - `listening`: join_line                              the coordinator can be reached
+    - `joined`, `left`: worker                            `left` has a reason
+    - `waiting`: reason                                   what the run waits for
+    - `round`: round, loss, workers, tokens, seconds      a round was committed
+    - `discarded`: round, reason                          a round was discarded
+    - `codec`: worker, reason                             another codec was chosen for a worker's updates
+    - `aggregation`: rule, left_out, scaled               updates that the rule did not count whole
+    - `lost`: worker, reason                              a piece of work was given up, or its result refused
     - `validation`: round, loss
-    - `checkpoint`: path
-    - `model`: path                        the model directory was written
-    - `limits`: up, down, up_per_worker, down_per_worker    bytes/s of transfers, 0 for none; an operator changed them
-    - `note`: text
+    - `checkpoint`: round, path
+    - `model`: path                                       the model directory was written
+    - `limits`: up, down, up_per_worker, down_per_worker  bytes/s of transfers, 0 for none; an operator changed them
+    - `note`: worker or round, where it is about one
     """
 
     kind: str
@@ -33,3 +37,13 @@ class Event:
 
 
 OnEvent = Callable[[Event], None]
+
+
+def write_metrics(path: Path, event: Event) -> None:
+    """Append one line to metrics.jsonl (docs/metrics.md), or nothing of it. OSError if the disk is full."""
+    line = json.dumps({"time": event.at, "kind": event.kind, "text": event.text, **event.detail}).encode() + b"\n"
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        if file.write(line) != len(line):
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from potluck.clock import Lanes, SystemClock, ThreadExecutor
-from potluck.coordinator.core import Coordinator, write_metrics
-from potluck.coordinator.events import Event, OnEvent
+from potluck.coordinator.core import Coordinator
+from potluck.coordinator.events import Event, OnEvent, write_metrics
 from potluck.coordinator.loop import train
 from potluck.coordinator.network import Network
 from potluck.coordinator.options import RESULT_FILE, HostOptions, Listening, RunResult, WorkerResult
