@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from potluck.storage.database import Database
-from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
+from potluck.storage.ledger import CommitRow, LeaseRow, Ledger, ReplyRow
 
 
 @pytest.fixture
@@ -38,3 +38,26 @@ def test_data_that_is_taken_back_is_written_with_its_lease(ledger: Ledger) -> No
     ledger.settle(0, 0, "bag/0", 0, "lost", "gone", {"outstanding": 0})
     assert ledger.deal() == {"outstanding": 0}
     assert [(r.status, r.reason) for r in ledger.leases(0, 0)] == [("lost", "gone")]
+
+
+def test_a_commit_is_the_state_from_then_on_until_it_is_rolled_back(ledger: Ledger) -> None:
+    assert ledger.last_state() is None
+    assert ledger.deal() is None
+    for round in range(2):
+        attempt = ledger.open_attempt(round, at=1.0)
+        accepted = ReplyRow(key="inner/w1", worker="w1", object="", scalars={"num_tokens": 10}, version=f"v{round}")
+        row = CommitRow(
+            round=round, attempt=attempt, state={"round": round + 1}, deal={"done": round + 1}, accepted=(accepted,)
+        )
+        ledger.commit(row, at=2.0)
+    assert ledger.last_state() == {"round": 2}
+    assert ledger.deal() == {"done": 2}
+    assert ledger.versions() == {"w1": "v1"}
+    assert ledger.contributions() == [{"id": "w1", "tokens": 20, "rounds": 2, "bytes_up": 0, "bytes_down": 0}]
+
+    ledger.roll_back(1, {"done": 1})
+    assert ledger.last_state() == {"round": 1}
+    assert ledger.deal() == {"done": 1}
+    assert ledger.versions() == {}
+    assert ledger.contributions() == [{"id": "w1", "tokens": 10, "rounds": 1, "bytes_up": 0, "bytes_down": 0}]
+    assert ledger.open_attempt(1, at=3.0) == 1  # not 0, which was done and no longer counts

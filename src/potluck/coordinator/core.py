@@ -177,11 +177,11 @@ class Coordinator:
 
     async def recover(self) -> State:
         """The last committed state whose files are whole, else the one of a checkpoint, else the first."""
-        commit = await self.lanes.ledger.run(self.ledger.last_commit)
+        stored = await self.lanes.ledger.run(self.ledger.last_state)
         state = self.strategy.init(self.facts)
-        if commit is not None:
+        if stored is not None:
             try:
-                committed = self.strategy.State.from_json(dict(commit.state))
+                committed = self.strategy.State.from_json(stored)
                 await self.lanes.compute.run(self._verify, committed)
                 state = committed
             except CorruptError as error:

@@ -1,4 +1,4 @@
-"""The run's ledger: what was decided, replied and committed. Recovery log, audit log and the source of every view.
+"""The run's ledger: what was decided, replied and committed. Recovery log and audit log.
 
 A round is worked on in attempts; an attempt is open, committed or discarded. Within an attempt the ledger holds
 decisions (who was asked), leases (what was handed out, with its data) and replies in the order they were accepted.
@@ -29,14 +29,13 @@ CREATE TABLE IF NOT EXISTS replies (
     number INTEGER PRIMARY KEY AUTOINCREMENT, round INTEGER, attempt INTEGER, key TEXT, worker TEXT NOT NULL,
     object TEXT NOT NULL, scalars TEXT NOT NULL, version TEXT NOT NULL, UNIQUE (round, attempt, key));
 CREATE TABLE IF NOT EXISTS commits (
-    round INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, state TEXT NOT NULL, deal TEXT NOT NULL,
-    accepted TEXT NOT NULL, at REAL NOT NULL);
+    round INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, state TEXT NOT NULL, accepted TEXT NOT NULL,
+    at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS versions (worker TEXT PRIMARY KEY, version TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS contributions (
     worker TEXT PRIMARY KEY, tokens INTEGER NOT NULL, rounds INTEGER NOT NULL, bytes_up INTEGER NOT NULL,
     bytes_down INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS metrics (round INTEGER, name TEXT, value REAL NOT NULL, PRIMARY KEY (round, name));
-CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL, kind TEXT, detail TEXT);
 """
 
 
@@ -66,7 +65,7 @@ class LeaseRow:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitRow:
-    """The state after a round, and what made it."""
+    """The state after a round, what made it, and the deal of the data from then on."""
 
     round: int
     attempt: int
@@ -84,15 +83,6 @@ class Ledger:
 
     def close(self) -> None:
         self._db.close()
-
-    # Meta
-
-    def get(self, name: str) -> str | None:
-        rows = self._db.query("SELECT value FROM meta WHERE name = ?", (name,))
-        return str(rows[0][0]) if rows else None
-
-    def put(self, name: str, value: str) -> None:
-        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     # Attempts
 
@@ -117,15 +107,15 @@ class Ledger:
                 "UPDATE attempts SET status = 'discarded', reason = ? WHERE round = ? AND attempt = ?",
                 (reason, round, attempt),
             )
-            self.put("deal", json.dumps(deal))
+            self._put_deal(deal)
 
     def commit(self, row: CommitRow, at: float) -> None:
         """One transaction: after it the round counts, before it nothing of it does."""
         accepted = [[r.key, r.worker, r.object, r.version, dict(r.scalars)] for r in row.accepted]
         with self._db.transaction():
             self._db.execute(
-                "INSERT INTO commits VALUES (?, ?, ?, ?, ?, ?)",
-                (row.round, row.attempt, json.dumps(row.state), json.dumps(row.deal), json.dumps(accepted), at),
+                "INSERT INTO commits VALUES (?, ?, ?, ?, ?)",
+                (row.round, row.attempt, json.dumps(row.state), json.dumps(accepted), at),
             )
             self._db.execute(
                 "UPDATE attempts SET status = 'committed' WHERE round = ? AND attempt = ?", (row.round, row.attempt)
@@ -141,27 +131,23 @@ class Ledger:
                 )
                 for table in ("leases", "replies"):  # work beyond rounds is done once a commit used it
                     self._db.execute(f"DELETE FROM {table} WHERE round > ? AND key = ?", (row.round, reply.key))
-            self.put("deal", json.dumps(row.deal))
+            self._put_deal(row.deal)
             # What older rounds needed for replay is covered by this commit.
             for table in ("decisions", "leases", "replies"):
                 self._db.execute(f"DELETE FROM {table} WHERE round < ?", (row.round,))
 
-    def last_commit(self) -> CommitRow | None:
-        rows = self._db.query("SELECT round, attempt, state, deal, accepted FROM commits ORDER BY round DESC LIMIT 1")
-        if not rows:
-            return None
-        round, attempt, state, deal, accepted = rows[0]
-        replies = tuple(
-            ReplyRow(key=k, worker=w, object=o, version=v, scalars=s) for k, w, o, v, s in json.loads(accepted)
-        )
-        return CommitRow(
-            round=int(round), attempt=int(attempt), state=json.loads(state), deal=json.loads(deal), accepted=replies
-        )
+    def last_state(self) -> dict[str, Any] | None:
+        """The state after the last commit, as JSON; None before the first."""
+        rows = self._db.query("SELECT state FROM commits ORDER BY round DESC LIMIT 1")
+        return json.loads(rows[0][0]) if rows else None
 
     def deal(self) -> Any:
-        """The data's deal as of now: the last commit's, and what open leases hold since."""
-        text = self.get("deal")
-        return json.loads(text) if text else None
+        """The data's deal as of now: the last commit's, and what open leases hold since. None before the first."""
+        rows = self._db.query("SELECT value FROM meta WHERE name = 'deal'")
+        return json.loads(rows[0][0]) if rows else None
+
+    def _put_deal(self, deal: Any) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES ('deal', ?)", (json.dumps(deal),))
 
     def roll_back(self, round: int, deal: Any) -> None:
         """Go back to the state after `round` rounds: used when the files of a later commit are gone.
@@ -170,7 +156,7 @@ class Ledger:
         worker still holds can pass for one of the rounds that are done again.
         """
         with self._db.transaction():
-            self.put("deal", json.dumps(deal))
+            self._put_deal(deal)
             for (accepted,) in self._db.query("SELECT accepted FROM commits WHERE round >= ?", (round,)):
                 for _, worker, _, _, scalars in json.loads(accepted):
                     self._db.execute(
@@ -204,7 +190,7 @@ class Ledger:
                     "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                     (round, attempt, row.key, row.issue, row.worker, row.lease, row.status, row.reason),
                 )
-            self.put("deal", json.dumps(deal))
+            self._put_deal(deal)
 
     def settle(
         self, round: int, attempt: int, key: str, issue: int, status: str, reason: str = "", deal: Any = None
@@ -216,7 +202,7 @@ class Ledger:
                 (status, reason, round, attempt, key, issue),
             )
             if deal is not None:
-                self.put("deal", json.dumps(deal))
+                self._put_deal(deal)
 
     def leases(self, round: int, attempt: int) -> list[LeaseRow]:
         rows = self._db.query(
@@ -269,7 +255,7 @@ class Ledger:
             for w, t, r, u, d in rows
         ]
 
-    # Metrics and events
+    # Metrics
 
     def metric(self, round: int, name: str, value: float) -> None:
         self._db.execute("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", (round, name, value))
@@ -277,10 +263,3 @@ class Ledger:
     def metrics(self, name: str) -> list[tuple[int, float]]:
         rows = self._db.query("SELECT round, value FROM metrics WHERE name = ? ORDER BY round", (name,))
         return [(int(r), float(v)) for r, v in rows]
-
-    def event(self, at: float, kind: str, detail: Mapping[str, Any]) -> None:
-        self._db.execute("INSERT INTO events (at, kind, detail) VALUES (?, ?, ?)", (at, kind, json.dumps(detail)))
-
-    def events(self, last: int = 100) -> list[tuple[float, str, dict[str, Any]]]:
-        rows = self._db.query("SELECT at, kind, detail FROM events ORDER BY number DESC LIMIT ?", (last,))
-        return [(float(a), str(k), json.loads(d)) for a, k, d in reversed(rows)]
