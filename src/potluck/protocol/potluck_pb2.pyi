@@ -61,18 +61,16 @@ class StrategyFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class WelcomeRequest(_message.Message):
-    __slots__ = ("version", "profile_json", "strategies", "local_version", "private_sequences")
+    __slots__ = ("version", "profile_json", "strategies", "private_sequences")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROFILE_JSON_FIELD_NUMBER: _ClassVar[int]
     STRATEGIES_FIELD_NUMBER: _ClassVar[int]
-    LOCAL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PRIVATE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     version: Version
     profile_json: str
     strategies: _containers.RepeatedCompositeFieldContainer[StrategyFile]
-    local_version: str
     private_sequences: int
-    def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., profile_json: _Optional[str] = ..., strategies: _Optional[_Iterable[_Union[StrategyFile, _Mapping]]] = ..., local_version: _Optional[str] = ..., private_sequences: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., profile_json: _Optional[str] = ..., strategies: _Optional[_Iterable[_Union[StrategyFile, _Mapping]]] = ..., private_sequences: _Optional[int] = ...) -> None: ...
 
 class WelcomeReply(_message.Message):
     __slots__ = ("version", "run_id", "run_json")
@@ -85,7 +83,7 @@ class WelcomeReply(_message.Message):
     def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., run_id: _Optional[str] = ..., run_json: _Optional[str] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("key", "attempt", "round", "task", "kind", "arguments_json", "objects", "spans", "base_version", "next_version", "num_inline", "up_codec", "running_only", "held_out", "num_sequences", "deltas")
+    __slots__ = ("key", "attempt", "round", "task", "kind", "arguments_json", "objects", "spans", "base_version", "next_version", "num_inline", "up_codec", "held_out", "num_sequences", "deltas")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -98,7 +96,6 @@ class Lease(_message.Message):
     NEXT_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_INLINE_FIELD_NUMBER: _ClassVar[int]
     UP_CODEC_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_ONLY_FIELD_NUMBER: _ClassVar[int]
     HELD_OUT_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
@@ -114,11 +111,10 @@ class Lease(_message.Message):
     next_version: str
     num_inline: int
     up_codec: str
-    running_only: bool
     held_out: bool
     num_sequences: int
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
-    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., task: _Optional[str] = ..., kind: _Optional[str] = ..., arguments_json: _Optional[str] = ..., objects: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., base_version: _Optional[str] = ..., next_version: _Optional[str] = ..., num_inline: _Optional[int] = ..., up_codec: _Optional[str] = ..., running_only: _Optional[bool] = ..., held_out: _Optional[bool] = ..., num_sequences: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
+    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., task: _Optional[str] = ..., kind: _Optional[str] = ..., arguments_json: _Optional[str] = ..., objects: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., base_version: _Optional[str] = ..., next_version: _Optional[str] = ..., num_inline: _Optional[int] = ..., up_codec: _Optional[str] = ..., held_out: _Optional[bool] = ..., num_sequences: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("target", "base", "delta")
@@ -217,27 +213,24 @@ class TaskResult(_message.Message):
     def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., scalars_json: _Optional[str] = ..., object: _Optional[str] = ..., num_inline: _Optional[int] = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("key", "attempt", "step", "num_steps", "tokens_per_s", "activity")
+    __slots__ = ("key", "attempt", "step", "tokens_per_s", "activity")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     ACTIVITY_FIELD_NUMBER: _ClassVar[int]
     key: str
     attempt: int
     step: int
-    num_steps: int
     tokens_per_s: float
     activity: str
-    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., num_steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., activity: _Optional[str] = ...) -> None: ...
+    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., activity: _Optional[str] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("sequence", "results", "progress", "local_version", "input_acks", "leaving", "profile_json", "note")
+    __slots__ = ("sequence", "results", "progress", "input_acks", "leaving", "profile_json", "note")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    LOCAL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INPUT_ACKS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     PROFILE_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -245,12 +238,11 @@ class Report(_message.Message):
     sequence: int
     results: _containers.RepeatedCompositeFieldContainer[TaskResult]
     progress: _containers.RepeatedCompositeFieldContainer[Progress]
-    local_version: str
     input_acks: _containers.RepeatedScalarFieldContainer[str]
     leaving: bool
     profile_json: str
     note: str
-    def __init__(self, sequence: _Optional[int] = ..., results: _Optional[_Iterable[_Union[TaskResult, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., local_version: _Optional[str] = ..., input_acks: _Optional[_Iterable[str]] = ..., leaving: _Optional[bool] = ..., profile_json: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., results: _Optional[_Iterable[_Union[TaskResult, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., input_acks: _Optional[_Iterable[str]] = ..., leaving: _Optional[bool] = ..., profile_json: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
 
 class GetObject(_message.Message):
     __slots__ = ("digest", "offset")
@@ -261,26 +253,22 @@ class GetObject(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class ObjectInfo(_message.Message):
-    __slots__ = ("digest", "size", "error", "purpose")
+    __slots__ = ("digest", "size", "purpose")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     digest: str
     size: int
-    error: str
     purpose: str
-    def __init__(self, digest: _Optional[str] = ..., size: _Optional[int] = ..., error: _Optional[str] = ..., purpose: _Optional[str] = ...) -> None: ...
+    def __init__(self, digest: _Optional[str] = ..., size: _Optional[int] = ..., purpose: _Optional[str] = ...) -> None: ...
 
 class PutAck(_message.Message):
-    __slots__ = ("offset", "done", "error")
+    __slots__ = ("offset", "done")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     offset: int
     done: bool
-    error: str
-    def __init__(self, offset: _Optional[int] = ..., done: _Optional[bool] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, offset: _Optional[int] = ..., done: _Optional[bool] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

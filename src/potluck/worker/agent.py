@@ -126,7 +126,6 @@ class Agent:
             profile_json=json.dumps(self.profile.to_json()),
             strategies=[pb.StrategyFile(name=n, digest=d) for n, d in self.introduction.strategies],
             private_sequences=self.introduction.private_sequences,
-            local_version=self.runner.adopted if self.runner else "",
         )
         data = await connection.call("Welcome", request.SerializeToString())
         try:
@@ -211,7 +210,6 @@ class Agent:
                 sequence=sequence,
                 results=list(runner.results.values()),
                 progress=runner.progress(),
-                local_version=runner.adopted,
                 input_acks=[f"{id[2]}/{step}" for id, post in runner.posts.items() for step in post.taken()],
                 leaving=self._leaving,
                 note=self._note,
