@@ -99,8 +99,7 @@ class CoordinatorService:
         await self._turn_of(peer.id)
         await self.run.lanes.ledger.run(self.run.seen, peer.id)
         known = peer.id in self.run.roster.members
-        member = self.run.roster.arrive(peer.id, profile, self.run.clock.now())
-        member.private_sequences = request.private_sequences
+        self.run.roster.arrive(peer.id, profile, self.run.clock.now())
         self.run.tell("joined", f"{peer.id} {'is back' if known else 'joined'} ({profile.device})", worker=peer.id)
         reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=spec.model_dump_json())
         return reply.SerializeToString()

@@ -36,7 +36,6 @@ class Member:
     quarantined: str = ""  # the reason, "" for none
     free_at: float = math.inf  # when its quarantine ends
     num_quarantines: int = 0
-    private_sequences: int = 0
     progress: pb.Progress | None = None
     seconds_per_unit: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # by task name
     verdicts: dict[LeaseId, pb.Verdict] = field(default_factory=dict[LeaseId, pb.Verdict])

@@ -61,16 +61,14 @@ class StrategyFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class WelcomeRequest(_message.Message):
-    __slots__ = ("version", "profile_json", "strategies", "private_sequences")
+    __slots__ = ("version", "profile_json", "strategies")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROFILE_JSON_FIELD_NUMBER: _ClassVar[int]
     STRATEGIES_FIELD_NUMBER: _ClassVar[int]
-    PRIVATE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     version: Version
     profile_json: str
     strategies: _containers.RepeatedCompositeFieldContainer[StrategyFile]
-    private_sequences: int
-    def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., profile_json: _Optional[str] = ..., strategies: _Optional[_Iterable[_Union[StrategyFile, _Mapping]]] = ..., private_sequences: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., profile_json: _Optional[str] = ..., strategies: _Optional[_Iterable[_Union[StrategyFile, _Mapping]]] = ...) -> None: ...
 
 class WelcomeReply(_message.Message):
     __slots__ = ("version", "run_id", "run_json")

@@ -38,7 +38,6 @@ class Introduction:
     id: WorkerId
     profile: DeviceProfile
     strategies: tuple[tuple[str, str], ...] = ()  # (file name, digest) that the owner allows
-    private_sequences: int = 0
 
 
 class Agent:
@@ -125,7 +124,6 @@ class Agent:
             version=version(),
             profile_json=json.dumps(self.profile.to_json()),
             strategies=[pb.StrategyFile(name=n, digest=d) for n, d in self.introduction.strategies],
-            private_sequences=self.introduction.private_sequences,
         )
         data = await connection.call("Welcome", request.SerializeToString())
         try:
