@@ -291,10 +291,9 @@ class Coordinator:
         """Remove what neither this state, the run's beginning nor a checkpoint needs."""
         handles = {*state.handles(), self.facts.initial, self.facts.zeros}
         self.fleet.publisher.forget(handles)
-        floating = {Digest(r.object) for r in self.fleet.floating.replies.values() if r.object}
         for digest in [digest for digest, lease in self.uploads.items() if lease not in self.fleet.book.open]:
             del self.uploads[digest]
-        keep = {*self.fleet.publisher.objects(), *floating, *self.deck.digests(), *self.plan.open_objects}
+        keep = {*self.fleet.objects_in_use(), *self.deck.digests(), *self.plan.open_objects}
 
         is_due = self.clock.now() - self._tidied_at >= tidy_interval_s
         if is_due:

@@ -39,7 +39,6 @@ from potluck.types.profile import DeviceProfile
 
 max_task_failures = 3
 tick_s = 0.5
-late_slack_s = 5.0
 
 
 class DataPlane(Protocol):
@@ -139,6 +138,14 @@ class LiveFleet:
             for row in self.floating.leases.get(key, []):
                 self.data.settle(pb.Lease.FromString(row.lease).spans, consumed=True)
         return self.data.to_json()
+
+    def objects_in_use(self) -> set[Digest]:
+        """Those of published versions, of open work and what is sent to it, and of replies beyond rounds."""
+        leases = list(self.book.open.values())
+        named = {Digest(d) for x in leases for d in x.message.objects}
+        sent = {Digest(d) for x in leases for given in self.inputs(x.message.key) for d in given.objects}
+        replied = {Digest(r.object) for r in self.floating.replies.values() if r.object}
+        return self.publisher.objects() | named | sent | replied
 
     def end(self, *, committed: bool) -> None:
         """The attempt is over and written down: what is still open of it is not wanted any more."""
