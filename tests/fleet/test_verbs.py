@@ -16,6 +16,7 @@ from torch import Tensor
 from potluck.clock import InlineExecutor, SystemClock, ThreadExecutor, VirtualClock, run_virtual
 from potluck.contract.problem import Problem
 from potluck.fleet.config import FleetConfig
+from potluck.fleet.live import LiveFleet
 from potluck.protocol import pb
 from potluck.simulator.world import World
 from potluck.strategies.fleet import Fleet, Reply, WorkerInfo
@@ -25,6 +26,7 @@ from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import BoundTask, Result, task
 from potluck.types.errors import RoundFailed, RunStopped
 from potluck.types.ids import WorkerId
+from potluck.types.vector import Vector
 
 
 class NoSettings(BaseModel):
@@ -68,6 +70,11 @@ def count(replica: object, *, number: int) -> Result:
     return Result({"number": number})
 
 
+@task("toy.weigh")
+def weigh(replica: object, *, theta: Vector) -> Result:
+    return Result({"numel": theta.numel})
+
+
 @task("toy.fail")
 def fail(replica: object, *, number: int) -> Result:
     raise ValueError(f"number {number} cannot be done")
@@ -80,6 +87,18 @@ def session(replica: Any, *, num_steps: int) -> Result:
         replica.mailbox.emit(step, {"step": step}, {})
         total += replica.mailbox.take(step)["value"]
     return Result({"total": total})
+
+
+@task("toy.listening", kind="session")
+def listening(replica: Any, *, num_steps: int) -> Result:
+    for step in range(num_steps):
+        theta = replica.mailbox.take(step)["theta"]
+        replica.mailbox.emit(step, {"sum": float(theta.tensor().double().sum())}, {})
+    return Result({})
+
+
+def double(x: Tensor, **_: Any) -> list[Tensor]:
+    return [2 * x]
 
 
 def second(_: pb.Lease) -> float:
@@ -222,6 +241,22 @@ def test_next_takes_replies_as_they_come(tmp_path: Path) -> None:
     assert state.values.count("w1") > 2 * state.values.count("w2") > 0
 
 
+def test_what_open_work_is_given_stays_though_the_state_has_moved_on(tmp_path: Path) -> None:
+    """A worker may still be fetching it over a slow link when the round that handed it out is committed."""
+
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        assert isinstance(fleet, LiveFleet)
+        if state.round == 0:
+            (doubled,) = await fleet.apply(double, state.params)
+            await fleet.next(lambda w: weigh.bind(theta=doubled), key="arrival")
+            return [fleet.publisher.digests[doubled]]
+        held = [d for lease in fleet.book.open.values() for d in lease.message.objects]
+        return [held == [state.values[0]] and fleet.objects.has(state.values[0])]
+
+    state, _ = play(tmp_path, rounds, num_rounds=2, costs={"w1": second, "w2": lambda _: 15.0})
+    assert state.values[1] is True
+
+
 def test_next_delivers_again_what_a_discarded_round_took(tmp_path: Path) -> None:
     """A reply counts as consumed when a state that used it commits."""
     attempts: list[list[str]] = []
@@ -257,9 +292,25 @@ def test_call_needs_its_minimum_of_replies(tmp_path: Path) -> None:
     assert "w2 has made no progress" in reasons[0]
 
 
-def test_a_session_emits_and_takes_by_steps(tmp_path: Path) -> None:
-    """Sessions block their thread, so they run on a real clock."""
+def play_for_real(folder: Path, rounds: Callable[[Seen, Fleet], Any]) -> tuple[Seen, World]:
+    """One worker and one round on a real clock: sessions block their thread."""
+    problem = Problem(num_rounds=1, validate=False)
+    problem.fleet = FleetConfig(heartbeat_s=0.2)
 
+    async def main() -> tuple[Seen, World]:
+        world = World(
+            problem.plan(Toy(rounds)), problem.make_deck, folder, clock=SystemClock(), make_executor=ThreadExecutor
+        )
+        world.add("w1")
+        await world.start()
+        state = await asyncio.wait_for(world.finish(), 30)
+        assert isinstance(state, Seen)
+        return state, world
+
+    return asyncio.run(main())
+
+
+def test_a_session_emits_and_takes_by_steps(tmp_path: Path) -> None:
     async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
         worker = fleet.workers()[0].id
         await fleet.open(worker, session.bind(num_steps=3), key="talk")
@@ -270,20 +321,46 @@ def test_a_session_emits_and_takes_by_steps(tmp_path: Path) -> None:
             await fleet.send("talk", step, {"value": 10 + step})
         return seen
 
-    problem = Problem(num_rounds=1, validate=False)
-    problem.fleet = FleetConfig(heartbeat_s=0.2)
+    state, _ = play_for_real(tmp_path, rounds)
+    assert state.values == (0, 1, 2)
 
-    async def main() -> Seen:
-        world = World(
-            problem.plan(Toy(rounds)), problem.make_deck, tmp_path, clock=SystemClock(), make_executor=ThreadExecutor
-        )
-        world.add("w1")
-        await world.start()
-        state = await asyncio.wait_for(world.finish(), 30)
-        assert isinstance(state, Seen)
-        return state
 
-    assert asyncio.run(main()).values == (0, 1, 2)
+def test_a_session_is_sent_versions_that_its_worker_does_not_have(tmp_path: Path) -> None:
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        await fleet.open(fleet.workers()[0].id, listening.bind(num_steps=2), key="talk")
+        (doubled,) = await fleet.apply(double, state.params)
+        sums: list[Any] = []
+        for step, theta in enumerate((state.params, doubled)):
+            await fleet.send("talk", step, {"theta": theta})
+            sums.append((await fleet.receive("talk", step)).scalars["sum"])
+        return sums
+
+    state, world = play_for_real(tmp_path, rounds)
+    assert world.last is not None
+    expected = world.last.params.read(state.params).double().sum().item()
+    assert state.values == pytest.approx((expected, 2 * expected), rel=1e-12)
+    assert [e.text for e in world.events if e.kind in ("lost", "discarded")] == []
+
+
+def test_an_input_that_cannot_be_had_costs_the_session_and_not_the_worker(tmp_path: Path) -> None:
+    tries: list[WorkerId] = []
+
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        assert isinstance(fleet, LiveFleet)
+        tries.append(fleet.workers()[0].id)
+        if len(tries) > 1:
+            return [len(tries)]
+        await fleet.publisher.publish([("theta", state.params)])
+        await fleet.open(tries[0], listening.bind(num_steps=1), key="talk")
+        await fleet.send("talk", 0, {"theta": state.params})
+        fleet.objects.remove(fleet.publisher.digests[state.params])
+        return [(await fleet.receive("talk", 0)).scalars["sum"]]
+
+    state, world = play_for_real(tmp_path, rounds)
+    assert state.values == (2,)
+    assert tries == ["w1", "w1"]
+    (lost,) = [e.text for e in world.events if e.kind == "lost"]
+    assert lost.startswith("w1 could not do toy.listening: its input of step 0 cannot be had: the object blake3:")
 
 
 def test_a_machine_that_became_slower_is_given_up_on_once(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import flat_size
 from potluck.coordinator.core import Coordinator
 from potluck.coordinator.status import snapshot
+from potluck.fleet.leases import OpenLease
 from potluck.fleet.roster import LeaseId, Member, missed_heartbeats
 from potluck.protocol import check_version, parse, pb, upload_purpose, version
 from potluck.storage.digest import check_digest
@@ -167,7 +168,6 @@ class CoordinatorService:
         """Everything this worker should hold and do now."""
         run = self.run
         leases = [] if member.quarantined else run.fleet.book.of(member.id)
-        inputs = [i for x in leases if x.message.kind == "session" for i in run.fleet.inputs(x.message.key)]
         state = run.state
         return pb.Desired(
             sequence=sequence,
@@ -178,9 +178,13 @@ class CoordinatorService:
             phase=member.quarantined or run.fleet.phase,
             stopping=bool(run.stop_reason),
             stop_reason=run.stop_reason,
-            inputs=inputs,
+            inputs=self._inputs(leases),
             round=state.round if state else 0,
         )
+
+    def _inputs(self, leases: Sequence[OpenLease]) -> list[pb.SessionInput]:
+        """What the sessions among them have not taken yet."""
+        return [i for x in leases if x.message.kind == "session" for i in self.run.fleet.inputs(x.message.key)]
 
     # Inline tensors
 
@@ -232,8 +236,11 @@ class CoordinatorService:
         def allow(digest: Digest) -> bool:
             if digest in self.run.plan.open_objects:
                 return True
-            leases = [lease.message for lease in self.run.fleet.book.of(member.id)]
-            return any(digest in x.objects or any(digest == d.delta for d in x.deltas) for x in leases)
+            leases = self.run.fleet.book.of(member.id)
+            named = (x.message for x in leases)
+            return any(digest in x.objects or any(digest == d.delta for d in x.deltas) for x in named) or any(
+                digest in given.objects for given in self._inputs(leases)
+            )
 
         return allow
 

@@ -208,7 +208,7 @@ class Agent:
                 sequence=sequence,
                 results=list(runner.results.values()),
                 progress=runner.progress(),
-                input_acks=[f"{id[2]}/{step}" for id, post in runner.posts.items() for step in post.taken()],
+                input_acks=runner.input_acks(),
                 leaving=self._leaving,
                 note=self._note,
                 profile_json=json.dumps(self.profile.to_json()) if is_news else "",

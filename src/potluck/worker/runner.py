@@ -75,6 +75,8 @@ class Runner:
         self.inline_changed = asyncio.Event()
         self.posts: dict[LeaseId, Post] = {}
         self._mapped: list[Bundle] = []  # what the task under way reads its parameters from
+        self._inputs: list[pb.SessionInput] = []  # that the coordinator wants sessions to have
+        self._inputs_wake = asyncio.Event()
         self._recent: deque[tuple[Digest, ...]] = deque(maxlen=recent_leases)  # what the last leases needed
         self._lost: dict[LeaseId, pb.TaskResult] = {}  # results to be sent again
         self._unsent: set[Digest] = set()  # results that are encoded and not yet among `results`
@@ -108,8 +110,9 @@ class Runner:
             self.inline_results.pop(id, None)
         if self.current is not None and self.current not in self.wanted:
             self.cancel()
-        for given in desired.inputs:
-            await self._take_input(given)
+        self._inputs = list(desired.inputs[:MAX_WANTED])
+        if self._inputs:
+            self._inputs_wake.set()
         if gone or desired.adopted_version != self.adopted:
             self.adopted = desired.adopted_version
             await self._tidy([desired.adopted_version, *desired.held_versions[:MAX_WANTED]])
@@ -142,24 +145,60 @@ class Runner:
             needed = {Digest(r.object) for r in list(self.results.values()) if r.object}
             needed |= {Digest(d) for lease in list(self.wanted.values()) for d in lease.objects}
             needed |= {digest for digests in list(self._recent) for digest in digests}
+            needed |= {digest for post in list(self.posts.values()) for digest in post.objects()}
+            needed |= {Digest(d) for given in list(self._inputs) for d in given.objects}
             self.folder.objects.collect((needed | self._unsent | self.sources.digests()).__contains__)
 
     async def _save_results(self) -> None:
         async with self._saving:  # the later state is written later
             await self._files.run(self.folder.save_results, dict(self.results))
 
-    async def _take_input(self, given: pb.SessionInput) -> None:
-        for id, post in list(self.posts.items()):
-            if id[2] == given.key and not post.has_input(given.step):
-                for digest in given.objects:
-                    await self._fetch(Digest(digest))
-                value = json.loads(given.arguments_json)
-                post.put_input(given.step, await self._files.run(self._decode, value, {}))
-                self.changed.set()
+    def _post_of(self, given: pb.SessionInput) -> tuple[LeaseId, Post] | None:
+        return next(((id, post) for id, post in self.posts.items() if id[2] == given.key), None)
+
+    def input_acks(self) -> list[str]:
+        """Of what the coordinator still sends, the inputs that are here."""
+        found = ((given, self._post_of(given)) for given in self._inputs)
+        return [f"{given.key}/{given.step}" for given, place in found if place and place[1].has_input(given.step)]
+
+    async def _take_inputs(self) -> None:
+        """Bring sessions their inputs, one after the other, while the control stream goes on."""
+        while True:
+            self._inputs_wake.clear()
+            for given in list(self._inputs):
+                place = self._post_of(given)
+                if place is not None and not place[1].has_input(given.step):
+                    await self._take_input(given, *place)
+            await self._inputs_wake.wait()
+
+    async def _take_input(self, given: pb.SessionInput, id: LeaseId, post: Post) -> None:
+        try:
+            objects = tuple(check_digest(d) for d in given.objects)
+            for digest in objects:
+                await self._fetch(digest)
+            value = await self._files.run(self._decode, json.loads(given.arguments_json), {})
+        except Exception as error:  # the session would wait for this input for ever; it costs that session only
+            if id in self.wanted:
+                self._fail(self.wanted[id], f"its input of step {given.step} cannot be had: {error}")
+                post.cancel()
+        else:
+            post.put_input(given.step, value, objects)
+        if id == self.current:
+            self.activity = ("training", 0)
+        self.changed.set()
 
     # Doing it
 
     async def run(self) -> None:
+        """Whatever is wanted, for as long as the worker is here."""
+        taking = asyncio.create_task(self._take_inputs())
+        try:
+            await self._work()
+        finally:
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+
+    async def _work(self) -> None:
         while True:
             waiting = [x for id, x in self.wanted.items() if id not in self.results]
             if not waiting:
@@ -233,6 +272,7 @@ class Runner:
             if function.kind == "session":
                 post = Post(self._emitted)
                 replica.mailbox = self.posts[lease_id(lease)] = post
+                self._loop.call_soon_threadsafe(self._inputs_wake.set)  # some may be here already
             result = function.function(replica, **arguments)
             if pinned:
                 self.trainer.keep(lease, source)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from potluck.strategies.replica import TaskCancelled
+from potluck.types.ids import Digest
 from potluck.types.vector import Vector
 
 
@@ -18,6 +19,7 @@ class Post:
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
         self._inputs: dict[int, Mapping[str, Any]] = {}
+        self._objects: dict[int, tuple[Digest, ...]] = {}  # that inputs are read from, slice by slice
         self._arrived = threading.Condition()
         self._cancelled = False
         self.emissions: dict[int, tuple[Mapping[str, float | int | str], Mapping[str, Vector]]] = {}
@@ -34,18 +36,20 @@ class Post:
                 if self._cancelled:
                     raise TaskCancelled
                 self._arrived.wait()
+            self._objects = {s: objects for s, objects in self._objects.items() if s >= step}
             return self._inputs[step]
 
     def has_input(self, step: int) -> bool:
         return step in self._inputs
 
-    def taken(self) -> list[int]:
-        """Steps whose input is here, to be acknowledged."""
-        return sorted(self._inputs)
-
-    def put_input(self, step: int, value: Mapping[str, Any]) -> None:
+    def objects(self) -> list[Digest]:
+        """To be kept: those of the input that was taken last, and of all that wait."""
         with self._arrived:
-            self._inputs[step] = value
+            return [digest for objects in self._objects.values() for digest in objects]
+
+    def put_input(self, step: int, value: Mapping[str, Any], objects: tuple[Digest, ...] = ()) -> None:
+        with self._arrived:
+            self._inputs[step], self._objects[step] = value, objects
             self._arrived.notify_all()
 
     def cancel(self) -> None:
