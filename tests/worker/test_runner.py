@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.codecs.bundle import pack_tensors
 from potluck.contract.problem import Problem
 from potluck.protocol import pb
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
@@ -106,11 +107,13 @@ def test_operands_go_with_their_lease(tmp_path: Path) -> None:
     async def main() -> None:
         runner = make(tmp_path)
         first, second = lease("first"), lease("second")
-        runner.give_operands(lease_id(second), {"0": torch.ones(2)})  # may come before its lease
+        bundle = bytearray(pack_tensors({"0": torch.ones(2)}))
+        await runner.take_operands(lease_id(second), bundle)  # may come before its lease
         await runner.desire(pb.Desired(leases=[first, second]))
-        runner.give_operands(lease_id(first), {"0": torch.ones(2)})
+        await runner.take_operands(lease_id(first), bundle)
         await runner.desire(pb.Desired(leases=[second]))
         assert list(runner.operands) == [lease_id(second)]
+        assert runner.operands[lease_id(second)]["0"].tolist() == [1.0, 1.0]
 
     run_virtual(main())
 

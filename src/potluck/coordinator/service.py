@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from potluck.codecs.base import codec
-from potluck.codecs.bundle import flat_size
+from potluck.codecs.bundle import flat_size, pack_tensors, unpack_tensors
 from potluck.coordinator.core import Coordinator
 from potluck.coordinator.status import snapshot
 from potluck.fleet.leases import OpenLease
@@ -202,12 +202,12 @@ class CoordinatorService:
         )
         while (frame := await channel.receive()) is not None:
             try:
-                done = assembler.add(frame)
+                if (done := assembler.add(frame)) is None:
+                    continue
+                name, bundle = done
+                tensors = await self.run.lanes.transfers.run(unpack_tensors, bundle)
             except CorruptError as error:
                 raise Refused(str(error)) from error
-            if done is None:
-                continue
-            name, tensors = done
             lease = self.run.fleet.book.open.get(name)
             if lease is not None and lease.worker == member.id:
                 self.run.intake.inline[(member.id, name)] = tensors
@@ -224,7 +224,8 @@ class CoordinatorService:
                     continue
                 sent.add(lease.id)
                 named = {str(i): tensor for i, tensor in enumerate(operands)}
-                for frame in frames(lease.id, named):
+                bundle = await self.run.lanes.transfers.run(pack_tensors, named)
+                for frame in frames(lease.id, bundle):
                     await channel.send(frame)
             await member.data_changed.wait()
 

@@ -1,16 +1,14 @@
 """Inline tensors on the Data stream: operands and results of one task attempt, cut into frames and put together.
 
-The tensors of one lease travel as one packed bundle. Nothing is stored; after a broken link they are sent again.
+The tensors of one lease travel as one packed bundle, which hosts pack and unpack in an executor
+(`codecs.bundle.pack_tensors`, `unpack_tensors`). Nothing is stored; after a broken link they are sent again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
-
-from potluck.codecs.bundle import pack_tensors, unpack_tensors
 from potluck.protocol.frames import CHUNK_BYTES, pack_data, unpack_data
 from potluck.types.errors import CorruptError
 
@@ -21,9 +19,9 @@ MAX_BUNDLE_BYTES = 1 << 31
 MAX_OPEN = 64
 
 
-def frames(name: LeaseName, tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
-    """The frames that carry a lease's inline tensors."""
-    data = memoryview(pack_tensors(tensors))
+def frames(name: LeaseName, bundle: bytes) -> Iterator[bytes]:
+    """The frames that carry a lease's inline tensors, packed."""
+    data = memoryview(bundle)
     for offset in range(0, len(data), CHUNK_BYTES):
         head = {"lease": list(name), "offset": offset, "total": len(data)}
         yield pack_data(head, data[offset : offset + CHUNK_BYTES])
@@ -38,8 +36,8 @@ class Assembler:
         self._limit_bytes, self._wanted = limit_bytes, wanted
         self._open: dict[LeaseName, bytearray] = {}
 
-    def add(self, frame: bytes) -> tuple[LeaseName, dict[str, Tensor]] | None:
-        """Take a frame in; the lease and its tensors once they are complete. CorruptError on nonsense."""
+    def add(self, frame: bytes) -> tuple[LeaseName, bytearray] | None:
+        """Take a frame in; the lease and its packed tensors once they are complete. CorruptError on nonsense."""
         head, data = unpack_data(frame)
         name, offset, total = _read_head(head)
         if not 0 < total <= self._limit_bytes:
@@ -57,7 +55,7 @@ class Assembler:
             raise CorruptError("too many inline bundles are unfinished at once")
         if len(part) < total:
             return None
-        return name, unpack_tensors(bytes(self._open.pop(name)))
+        return name, self._open.pop(name)
 
 
 def _read_head(head: dict[str, Any]) -> tuple[LeaseName, int, int]:

@@ -227,11 +227,10 @@ class Agent:
         assembler = Assembler()
         while (frame := await data.receive()) is not None:
             try:
-                done = assembler.add(frame)
+                if (done := assembler.add(frame)) is not None:
+                    await self.runner_ready().take_operands(*done)
             except CorruptError as error:
                 raise ConnectionLost(str(error)) from error  # sent again on the next stream
-            if done is not None:
-                self.runner_ready().give_operands(*done)
         await asyncio.Event().wait()  # no more inline tensors: the control stream decides when this ends
 
     async def _write_data(self, data: Channel) -> None:
@@ -240,9 +239,9 @@ class Agent:
         while True:
             runner.inline_changed.clear()  # before looking: what comes while this sends is seen next time
             sent &= runner.inline_results.keys()
-            for id, tensors in list(runner.inline_results.items()):
+            for id, bundle in list(runner.inline_results.items()):
                 if id not in sent:
                     sent.add(id)
-                    for frame in frames(id, tensors):
+                    for frame in frames(id, bundle):
                         await data.send(frame)
             await runner.inline_changed.wait()

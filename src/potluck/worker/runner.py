@@ -14,7 +14,7 @@ from torch import Tensor
 
 from potluck.clock import Clock, Executor
 from potluck.codecs.base import codec
-from potluck.codecs.bundle import Bundle, flat_size
+from potluck.codecs.bundle import Bundle, flat_size, pack_tensors, unpack_tensors
 from potluck.codecs.delta import WHOLE, write_sum
 from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
@@ -66,7 +66,7 @@ class Runner:
         self._seed, self._up_rules = spec.seed, CodecPolicy.from_json("fp32", spec.up_rules).rules
         self.wanted: dict[LeaseId, pb.Lease] = {}
         self.results: dict[LeaseId, pb.TaskResult] = {}
-        self.inline_results: dict[LeaseId, dict[str, Tensor]] = {}
+        self.inline_results: dict[LeaseId, bytes] = {}  # packed
         self.operands: dict[LeaseId, dict[str, Tensor]] = {}
         self.current: LeaseId | None = None
         self.activity = ("waiting", 0)
@@ -298,7 +298,7 @@ class Runner:
             answer.object = digest
         if result.inline:
             answer.num_inline = len(result.inline)
-            self.inline_results[lease_id(lease)] = dict(result.inline)
+            self.inline_results[lease_id(lease)] = await self._files.run(pack_tensors, result.inline)
             self.inline_changed.set()
         self._report(answer)
         await self._save_results()
@@ -386,8 +386,9 @@ class Runner:
             await self._wake.wait()
         return self.operands.pop(lease_id(lease))
 
-    def give_operands(self, id: LeaseId, tensors: dict[str, Tensor]) -> None:
-        self.operands[id] = tensors
+    async def take_operands(self, id: LeaseId, bundle: bytearray) -> None:
+        """Inline operands that are complete. CorruptError if they are no bundle."""
+        self.operands[id] = await self._files.run(unpack_tensors, bundle)
         self._wake.set()
 
     # Values to and from bytes, in a file thread
