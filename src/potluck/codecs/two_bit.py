@@ -2,9 +2,9 @@
 
     bins of width 3 sigma over [mean - 6 sigma, mean + 6 sigma], values beyond clipped to it, for each block of 4096
 
-The statistical quantiser that SparseLoCo (2025) puts after top-k. The two inner bins hold
-all but 0.3 % of normal values, so that it is nearly their sign with a mean for each. Buffers: the means, fp32
-[blocks, 4], 0 for a bin without members, then the bins, four to a byte, the earliest in the lowest bits.
+The statistical quantiser that SparseLoCo (2025) puts after top-k. The two inner bins hold all but 0.3 % of normal
+values, so that it is nearly their sign with a mean for each. Buffers: the means, fp32 [blocks, 4], 0 for a bin without
+members, then the bins, four to a byte, the earliest in the lowest bits.
 """
 
 from __future__ import annotations

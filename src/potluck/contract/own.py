@@ -19,11 +19,9 @@ from pydantic import ValidationError
 from potluck.contract import checks
 from potluck.contract.problem import Problem
 from potluck.optim.inner import InnerConfig
-from potluck.strategies.registry import load_file
+from potluck.strategies.registry import STRATEGY_PARTS, load_file
 from potluck.strategies.strategy import Strategy
 from potluck.types.errors import RecipeError, RunStopped
-
-_parts = ("Config", "State", "init", "run_round", "estimate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +40,12 @@ def check_file(path: Path, told: Callable[[Verdict], None] = lambda _: None) -> 
     found: list[type[Any]] = [
         value
         for value in vars(module).values()
-        if inspect.isclass(value) and value.__module__ == module.__name__ and all(hasattr(value, p) for p in _parts)
+        if inspect.isclass(value)
+        and value.__module__ == module.__name__
+        and all(hasattr(value, p) for p in STRATEGY_PARTS)
     ]
     if not found:
-        raise RecipeError(f"{path} holds no strategy: a class with {', '.join(_parts)}; see docs/own_method.md")
+        raise RecipeError(f"{path} holds no strategy: a class with {', '.join(STRATEGY_PARTS)}; see docs/own_method.md")
     verdicts: list[Verdict] = []
     for strategy in found:
         for verdict in _check(strategy, getattr(module, "reference", None)):

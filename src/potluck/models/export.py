@@ -23,6 +23,7 @@ from torch import Tensor
 
 from potluck.models.build import skeleton
 from potluck.models.flat import layout_of
+from potluck.storage.files import fsync_folder
 from potluck.types.errors import ModelError
 from potluck.types.params import Layout
 
@@ -113,12 +114,7 @@ def _put_in_place(scratch: Path, path: Path, before: Path) -> None:
         path.rename(before)
     scratch.rename(path)
     shutil.rmtree(before, ignore_errors=True)
-    if os.name == "posix":  # elsewhere a folder cannot be synced
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    fsync_folder(path.parent)
 
 
 def _flattened(prefix: str, value: Mapping[str, Any]) -> list[tuple[str, Any]]:

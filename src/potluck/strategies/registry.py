@@ -15,6 +15,8 @@ from pydantic import BaseModel
 from potluck.strategies.strategy import Strategy
 from potluck.types.errors import RecipeError
 
+STRATEGY_PARTS = ("Config", "State", "init", "run_round", "estimate")
+"""What a class must have to be taken for a strategy."""
 shipped = {
     "diloco": "potluck.strategies.diloco:DiLoCo",
     "sync_sgd": "potluck.strategies.sync_sgd:SyncSGD",
@@ -76,7 +78,7 @@ def _pick(module: Any, class_name: str, where: str) -> type[Strategy]:
     found = getattr(module, class_name, None)
     if found is None:
         raise RecipeError(f"{where} has no class {class_name!r}; name it as file.py:Class")
-    missing = [name for name in ("Config", "State", "init", "run_round", "estimate") if not hasattr(found, name)]
+    missing = [name for name in STRATEGY_PARTS if not hasattr(found, name)]
     if missing:
         raise RecipeError(f"{where}:{class_name} is not a strategy: it lacks {', '.join(missing)}")
     return found

@@ -2,10 +2,9 @@
 
 A piece of n bytes may pass when the worker's own limit and the total one allow it. Each limit is a line that is free
 again n / rate seconds after a piece passed, so in any time t no more than rate * (t + slack_s) bytes pass, and one
-piece. Under
-the total limit the worker that was served least since it came goes first, whatever number of streams it has: start-time
-fair queueing with one queue for each worker (Goyal et al. 1996), where a worker that comes new or again starts at the
-share of those who wait, so that it makes up for nothing.
+piece. Under the total limit the worker that was served least since it came goes first, whatever number of streams it
+has: start-time fair queueing with one queue for each worker (Goyal et al. 1996), where a worker that comes new or
+again starts at the share of those who wait, so that it makes up for nothing.
 """
 
 from __future__ import annotations
