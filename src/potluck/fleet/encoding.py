@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from potluck.clock import Executor
+from potluck.codecs.elementwise import as_bytes
 from potluck.codecs.spec import CodecSpec, parse_spec
 from potluck.fleet.roster import Member, Roster
 from potluck.planner.compression import Candidate, Sender, choose
@@ -80,7 +81,7 @@ def measured(name: str) -> Candidate:
     values = np.random.default_rng(1).standard_normal(_sample_shape, dtype=np.float32).reshape(-1)
     buffers = spec.codec.encode(values, _sample_shape)
     decoded = np.empty_like(values)
-    spec.codec.decode([buffer.reshape(-1).view(np.uint8) for buffer in buffers], _sample_shape, 0, decoded)
+    spec.codec.decode([as_bytes(buffer) for buffer in buffers], _sample_shape, 0, decoded)
     lost = np.square(values - decoded, dtype=np.float64).sum() / np.square(values, dtype=np.float64).sum()
     num_bytes = sum(buffer.nbytes for buffer in buffers)
     return Candidate(name=name, ratio=num_bytes / (type_bytes * len(values)), distortion=float(lost))

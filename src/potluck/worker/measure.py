@@ -22,6 +22,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from potluck.codecs.base import codec
+from potluck.codecs.elementwise import as_bytes
 from potluck.planner.flops import adamw_passes
 from potluck.storage.files import unfinished_name, write_atomic
 from potluck.types.errors import PotluckError
@@ -207,7 +208,7 @@ def _codec_speed(name: str) -> CodecSpeed:
     shape = _codec_shape
     values = np.random.default_rng(0).standard_normal(shape[0] * shape[1], dtype=np.float32) * np.float32(1e-3)
     encode_s = _fastest_s(lambda: chosen.encode(values, shape), cpu, piece_s / 2)
-    buffers = [np.ascontiguousarray(b).reshape(-1).view(np.uint8) for b in chosen.encode(values, shape)]
+    buffers = [as_bytes(buffer) for buffer in chosen.encode(values, shape)]
     out = np.empty_like(values)
     decode_s = _fastest_s(lambda: chosen.decode(buffers, shape, 0, out), cpu, piece_s / 2)
     return CodecSpeed(
