@@ -23,6 +23,7 @@ from potluck.data.stream import Sequences, stream_sequences
 from potluck.data.token_arrays import TokenArray, check_vocabulary, highest_token, open_tokens
 from potluck.data.tokenizer import TextTokenizer
 from potluck.storage.digest import check_digest, digest_bytes, digest_file
+from potluck.storage.files import write_atomic
 from potluck.types.errors import CorruptError, DataError
 
 
@@ -110,8 +111,7 @@ class ListedFiles:
             highest = highest_token(path, self._array(path)) if source.kind == "tokens" else 0
             known = [*mark, str(digest_file(path, like=listed)), highest]
             self._known[str(path)] = known
-            self._cache_dir.mkdir(parents=True, exist_ok=True)
-            _write_whole(self._cache_dir / "digests.json", json.dumps(self._known).encode())
+            write_atomic(self._cache_dir / "digests.json", json.dumps(self._known).encode())
         if known[3] != digest:
             raise CorruptError(f"{path} has the digest {known[3]} and {digest} is listed; copy the file again")
         check_vocabulary(path, int(known[4]), self._vocab_size)
@@ -147,10 +147,3 @@ def _read_known(path: Path) -> dict[str, list[Any]]:
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    file, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(file, "wb") as out:
-        out.write(data)
-    os.replace(name, path)

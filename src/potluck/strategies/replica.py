@@ -36,7 +36,10 @@ class Mailbox(Protocol):
         ...
 
     def take(self, step: int) -> Mapping[str, Any]:
-        """Wait for the input of that step. TaskCancelled if the session ends first."""
+        """Wait for the input of that step; its vectors may be read until the next `take`.
+
+        TaskCancelled if the session ends first, or the input cannot be had.
+        """
         ...
 
 
