@@ -66,7 +66,12 @@ class Trained:
     loss: float
     first_loss: float
     tokens: int
-    bytes_per_worker: float
+    bytes_up_per_worker: float
+    bytes_down_per_worker: float
+
+    @property
+    def bytes_per_worker(self) -> float:
+        return self.bytes_up_per_worker + self.bytes_down_per_worker
 
 
 class Lab:
@@ -94,11 +99,12 @@ class Lab:
         return FlatModel(build(self.config_json(), seed=self.seed)).params()
 
     def train(
-        self, strategy: Strategy, initial: Tensor, *, workers: int, num_steps: int, lr: float, data_seed: int
-    ) -> Trained:
-        """`num_steps` inner steps of each worker."""
+        self, strategy: Strategy, initial: Tensor, *, workers: int, num_steps: int, lr: float, data_seed: int,
+        codecs: tuple[str, str] = ("fp32", "fp32"),
+    ) -> Trained:  # fmt: skip
+        """`num_steps` inner steps of each worker. `codecs` are those up and down, as in the recipe."""
         setting = self.setting
-        up, down = setting.diloco_codecs if isinstance(strategy, DiLoCo) else ("fp32", "fp32")
+        up, down = codecs
         inner = InnerConfig(lr=lr, batch_size=setting.batch_size, warmup=0.05)
         tokens = workers * num_steps * setting.batch_size * setting.seq_len
         fleet = FleetConfig(min_workers=workers, no_progress_s=1e9, deadlines=False)
@@ -132,18 +138,26 @@ class Lab:
             world.add(f"w{i + 1}", cost_s=lambda _: 1.0)
         state = await world.finish()
         assert world.last is not None
-        moved = [
-            world.object_bytes_up.get(f"w{i + 1}", 0) + world.object_bytes_down.get(f"w{i + 1}", 0)
-            for i in range(workers)
-        ]
+        names = [f"w{i + 1}" for i in range(workers)]
         losses = world.last.losses
         return Trained(
             params=world.last.params.read(state.params),
             loss=losses[max(losses)],
             first_loss=losses[0],
             tokens=state.tokens,
-            bytes_per_worker=sum(moved) / workers,
+            bytes_up_per_worker=sum(world.object_bytes_up.get(name, 0) for name in names) / workers,
+            bytes_down_per_worker=sum(world.object_bytes_down.get(name, 0) for name in names) / workers,
         )
+
+
+def diloco(setting: Setting) -> Strategy:
+    return DiLoCo(
+        DiLoCoConfig(
+            num_inner_steps=setting.num_inner_steps,
+            outer_lr=setting.outer_lr,
+            outer_momentum=setting.outer_momentum,
+        )
+    )
 
 
 def bench_convergence(
@@ -161,19 +175,13 @@ def _one_seed(seed: int, setting: Setting, told: Callable[[str], None]) -> dict[
     with tempfile.TemporaryDirectory(prefix="potluck-bench-") as name:
         lab = Lab(setting, Path(name), seed)
 
-        def diloco() -> Strategy:
-            return DiLoCo(
-                DiLoCoConfig(
-                    num_inner_steps=setting.num_inner_steps,
-                    outer_lr=setting.outer_lr,
-                    outer_momentum=setting.outer_momentum,
-                )
-            )
-
         def run(
             what: str, strategy: Strategy, start: Tensor, workers: int, steps: int, lr: float, data: int
         ) -> Trained:
-            done = lab.train(strategy, start, workers=workers, num_steps=steps, lr=lr, data_seed=data)
+            codecs = setting.diloco_codecs if isinstance(strategy, DiLoCo) else ("fp32", "fp32")
+            done = lab.train(
+                strategy, start, workers=workers, num_steps=steps, lr=lr, data_seed=data, codecs=codecs
+            )
             told(f"seed {seed}: {what}: {done.first_loss:.4f} -> {done.loss:.4f} ({time.monotonic() - begun:.0f} s)")
             return done
 
@@ -183,7 +191,7 @@ def _one_seed(seed: int, setting: Setting, told: Callable[[str], None]) -> dict[
             "synchronous from scratch", sync, scratch, num_workers, setting.num_warm_steps, setting.warm_lr, first
         )
         cold = run(
-            "diloco from scratch", diloco(), scratch, num_workers, setting.num_warm_steps, setting.warm_lr, first
+            "diloco from scratch", diloco(setting), scratch, num_workers, setting.num_warm_steps, setting.warm_lr, first
         )
 
         def best(what: str, strategy: Strategy, workers: int, rates: tuple[float, ...]) -> Trained:
@@ -193,7 +201,7 @@ def _one_seed(seed: int, setting: Setting, told: Callable[[str], None]) -> dict[
             return min(runs, key=lambda r: r.loss)
 
         more = best("synchronous", sync, num_workers, setting.sync_lrs)
-        local = best("diloco", diloco(), num_workers, setting.diloco_lrs)
+        local = best("diloco", diloco(setting), num_workers, setting.diloco_lrs)
         alone = best("one worker alone", sync, 1, setting.alone_lrs)
     base = local.first_loss
     gained = base - more.loss
