@@ -205,7 +205,7 @@ class CoordinatorService:
                 if (done := assembler.add(frame)) is None:
                     continue
                 name, bundle = done
-                tensors = await self.run.lanes.transfers.run(unpack_tensors, bundle)
+                tensors = await self.run.lanes.transfers.run(unpack_tensors, bundle, MAX_INLINE_BYTES)
             except CorruptError as error:
                 raise Refused(str(error)) from error
             lease = self.run.fleet.book.open.get(name)
