@@ -167,8 +167,11 @@ class LiveFleet:
     async def watch(self) -> None:
         """Give up, once a tick, what will not be answered any more. Runs as long as the fleet."""
         while True:
+            asleep_at = self._clock.now()
             await self._clock.sleep(tick_s)
             now = self._clock.now()
+            if (paused_s := now - asleep_at - tick_s) > tick_s:
+                self._forgive(paused_s)
             self.roster.release(now)
             is_alone = len(self.roster.here(now)) == 1
             for lease in list(self.book.open.values()):
@@ -181,6 +184,16 @@ class LiveFleet:
                     self._give_up(lease, reason)
                     self.lost(lease.worker, reason)
                     await self._log_loss(lease, reason)
+
+    def _forgive(self, paused_s: float) -> None:
+        """This process stood still (a paused machine, swapping): what came meanwhile is yet to be read."""
+        for member in self.roster.members.values():
+            member.last_seen += paused_s
+            member.away_since += paused_s
+        for lease in self.book.open.values():
+            lease.issued_at += paused_s
+            lease.progress_at += paused_s
+            lease.started_at += paused_s if lease.started_at else 0.0
 
     async def _log_loss(self, lease: OpenLease, reason: str) -> None:
         message = lease.message
