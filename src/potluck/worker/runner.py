@@ -101,7 +101,7 @@ class Runner:
             if verdict.verdict == "refused":
                 reason = printable(f"{verdict.key} of round {verdict.round + 1}: {verdict.reason}", 500)
                 self._note(f"the coordinator refused {reason}")
-                await self._files.run(self.folder.drop_residual, self.adopted)
+                await self._files.run(self.folder.drop_residual, desired.adopted_version)
             if verdict.verdict == "missing":
                 self._send_again((verdict.round, verdict.attempt, verdict.key))
         settled = {(v.round, v.attempt, v.key) for v in desired.verdicts if v.verdict != "missing"}
