@@ -117,6 +117,7 @@ class Coordinator:
         self.fleet.encoding.told = lambda worker, reason: self.tell("codec", reason, worker=worker, reason=reason)
         self.fleet.waits = lambda text: self.tell("waiting", text, reason=text)
         self.fleet.combined = self._combined
+        self.fleet.held_back = self.pacer.holds_back
         self.intake = Intake(self.fleet, clock, lanes)
         self.intake.failed = self.fail
         self.intake.noted = lambda worker, text: self.tell("note", f"{worker}: {text}", worker=worker)

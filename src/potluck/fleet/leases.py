@@ -52,6 +52,7 @@ class OpenLease:
     progress_at: float
     outcome: asyncio.Future[Outcome]
     started_at: float = 0.0  # when it was first seen to be worked on, 0 for not yet
+    worked_until: float = 0.0  # when its result was first seen on its way, 0 for not yet
     progress_mark: tuple[str, int] = ("", -1)
     checking: bool = False  # its result is being validated
     claimed: bool = True  # a verb waits for it; after a restart not until the round has been run again up to there
@@ -72,6 +73,8 @@ class OpenLease:
             self.progress_mark, self.progress_at = mark, now
         if progress.activity == "training" and not self.started_at:
             self.started_at = now
+        if progress.activity == "uploading" and self.started_at and not self.worked_until:
+            self.worked_until = now
 
     def answer(self, outcome: Outcome) -> None:
         if not self.outcome.done():
@@ -117,9 +120,12 @@ def loss(lease: OpenLease, member: Member | None, now: float, config: FleetConfi
 
 
 def overdue(lease: OpenLease, member: Member, now: float) -> str:
-    """Why a lease has taken far too long, by what its worker's past predicts; "" while it has not."""
+    """Why a lease was worked on far too long, by what its worker's past predicts; "" while it was not.
+
+    How long its result takes to come counts for nothing: bytes that move are progress.
+    """
     limit_s = deadline_s(member.seconds_per_unit.get(lease.message.task, []), lease.units)
-    taken_s = now - lease.started_at
+    taken_s = (lease.worked_until or now) - lease.started_at
     if not lease.started_at or limit_s is None or taken_s <= limit_s:
         return ""
     return f"{member.id} has worked {taken_s:.0f} s on {lease.message.task} and its past allows {limit_s:.0f} s"

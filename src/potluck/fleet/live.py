@@ -82,6 +82,7 @@ class LiveFleet:
         self.phase = "starting"
         self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of work that was given up
         self.waits: Callable[[str], None] = lambda _reason: None  # hears what `ready` waits for
+        self.held_back: Callable[[WorkerId], bool] = lambda _worker: False  # its bytes wait here, for a limit of rates
         self.combined: Callable[[Report, list[WorkerId]], None] = lambda _report, _workers: None
 
     @property
@@ -177,6 +178,8 @@ class LiveFleet:
             for lease in list(self.book.open.values()):
                 if lease.id not in self.book.open:
                     continue  # it was answered while another one's loss was written down
+                if self.held_back(lease.worker):
+                    lease.progress_at = now
                 member = self.roster.members.get(lease.worker)
                 if reason := loss(lease, member, now, self.config, is_alone=is_alone):
                     if member is not None and overdue(lease, member, now):
@@ -193,7 +196,8 @@ class LiveFleet:
         for lease in self.book.open.values():
             lease.issued_at += paused_s
             lease.progress_at += paused_s
-            lease.started_at += paused_s if lease.started_at else 0.0
+            if lease.started_at and not lease.worked_until:
+                lease.started_at += paused_s
 
     async def _log_loss(self, lease: OpenLease, reason: str) -> None:
         message = lease.message
