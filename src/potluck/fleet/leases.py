@@ -113,10 +113,15 @@ def loss(lease: OpenLease, member: Member | None, now: float, config: FleetConfi
         return ""
     if lease.message.kind == "session":
         return ""
-    stuck_s = now - lease.progress_at
-    if stuck_s > config.no_progress_s:
-        return f"{member.id} has made no progress for {stuck_s:.0f} s ({lease.progress_mark[0] or 'not started'})"
+    if is_stuck(lease, now, config):
+        stuck_s, at = now - lease.progress_at, lease.progress_mark[0] or "not started"
+        return f"{member.id} has made no progress for {stuck_s:.0f} s ({at})"
     return overdue(lease, member, now) if config.deadlines and not is_alone else ""
+
+
+def is_stuck(lease: OpenLease, now: float, config: FleetConfig) -> bool:
+    """Whether its worker, though here, has not moved it on for too long."""
+    return now - lease.progress_at > config.no_progress_s
 
 
 def overdue(lease: OpenLease, member: Member, now: float) -> str:
