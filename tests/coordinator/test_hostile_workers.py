@@ -299,7 +299,7 @@ def test_a_flood_of_control_streams_waits_and_fills_no_log(tmp_path: Path) -> No
 
     world, took_s = attacked(tmp_path, attack)
     left = [e for e in world.events if e.kind == "left" and e.detail["worker"] == "flood"]
-    assert len(left) == 100 and took_s == pytest.approx(50.0, abs=1.0)
+    assert len(left) == 100 and took_s == pytest.approx(48.0, abs=1.0)
 
 
 def test_long_reports_count_as_many(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ REPORT_BYTES = 64 << 10
 MAX_INLINE_BYTES = 256 << 20  # of results that one worker sends inline and has not completed
 arrival_interval_s = 0.5
 """A worker that says Welcome, or opens Control, more often is made to wait."""
+CONTROLS_AT_ONCE = 4  # a link that breaks again and again is taken up without delay so often
 MAX_ARRIVAL_WAIT_S = 10.0
 MAX_UPLOADS = 4  # for one task: a worker that was restarted may have another result
 upload_slack = 1.25
@@ -107,15 +108,15 @@ class CoordinatorService:
         reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=spec.model_dump_json())
         return reply.SerializeToString()
 
-    async def _turn_of(self, kind: str, worker: WorkerId) -> None:
+    async def _turn_of(self, kind: str, worker: WorkerId, *, at_once_s: float = 0.0) -> None:
         """Each arrival costs a line in the log, a Welcome also a write to the disk: one worker has so many of them."""
         now = self.run.clock.now()
         at = max(now, self._turns.get((kind, worker), now))
         if at - now > MAX_ARRIVAL_WAIT_S:
             raise Refused(f"{worker} says {kind} more than {1 / arrival_interval_s:.0f} times a second; start it again")
         self._turns[kind, worker] = at + arrival_interval_s
-        if at > now:
-            await self.run.clock.sleep(at - now)
+        if (wait_s := at - now - at_once_s) > 0:
+            await self.run.clock.sleep(wait_s)
 
     async def _status(self, peer: Peer, data: bytes) -> bytes:
         return pb.StatusReply(status_json=json.dumps(snapshot(self.run))).SerializeToString()
@@ -124,7 +125,7 @@ class CoordinatorService:
 
     async def _control(self, member: Member, channel: Channel) -> None:
         """Reports in, desired situations out, until either side ends."""
-        await self._turn_of("Control", member.id)
+        await self._turn_of("Control", member.id, at_once_s=CONTROLS_AT_ONCE * arrival_interval_s)
         roster, clock = self.run.roster, self.run.clock
         connection = roster.connect(member, clock.now())
         member.changed.set()

@@ -93,6 +93,14 @@ class LeaseBook:
     def of(self, worker: WorkerId) -> list[OpenLease]:
         return [lease for lease in self.open.values() if lease.worker == worker]
 
+    def forgive(self, paused_s: float) -> None:
+        """As `Roster.forgive`."""
+        for lease in self.open.values():
+            lease.issued_at += paused_s
+            lease.progress_at += paused_s
+            if lease.started_at and not lease.worked_until:
+                lease.started_at += paused_s
+
     def close(self, lease: OpenLease, outcome: Outcome) -> None:
         self.open.pop(lease.id, None)
         lease.answer(outcome)

@@ -172,7 +172,8 @@ class LiveFleet:
             await self._clock.sleep(tick_s)
             now = self._clock.now()
             if (paused_s := now - asleep_at - tick_s) > tick_s:
-                self._forgive(paused_s)
+                self.roster.forgive(paused_s)
+                self.book.forgive(paused_s)
             self.roster.release(now)
             here = [self.roster.members[info.id] for info in self.roster.here(now)]
             for lease in list(self.book.open.values()):
@@ -189,17 +190,6 @@ class LiveFleet:
                     self._give_up(lease, reason)
                     self.lost(lease.worker, reason)
                     await self._log_loss(lease, reason)
-
-    def _forgive(self, paused_s: float) -> None:
-        """This process stood still (a paused machine, swapping): what came meanwhile is yet to be read."""
-        for member in self.roster.members.values():
-            member.last_seen += paused_s
-            member.away_since += paused_s
-        for lease in self.book.open.values():
-            lease.issued_at += paused_s
-            lease.progress_at += paused_s
-            if lease.started_at and not lease.worked_until:
-                lease.started_at += paused_s
 
     async def _log_loss(self, lease: OpenLease, reason: str) -> None:
         message = lease.message
