@@ -287,6 +287,33 @@ def test_a_flood_of_reports_makes_its_sender_wait_and_fills_no_log(tmp_path: Pat
     assert len([e for e in world.events if e.kind == "note"]) < 30
 
 
+def test_a_flood_of_control_streams_waits_and_fills_no_log(tmp_path: Path) -> None:
+    async def attack(world: World, connection: Connection) -> float:
+        await connection.call("Welcome", hello)
+        start = world.clock.now()
+        for _ in range(100):
+            control = await connection.open("Control")
+            await control.send(pb.Report().SerializeToString())
+            await control.close()
+        return world.clock.now() - start
+
+    world, took_s = attacked(tmp_path, attack)
+    left = [e for e in world.events if e.kind == "left" and e.detail["worker"] == "flood"]
+    assert len(left) == 100 and took_s == pytest.approx(48.0, abs=1.0)
+
+
+def test_long_reports_count_as_many(tmp_path: Path) -> None:
+    async def attack(world: World, connection: Connection) -> float:
+        await connection.call("Welcome", hello)
+        control, start = await connection.open("Control"), world.clock.now()
+        long = pb.Report(note="x" * (3 << 20)).SerializeToString()
+        for _ in range(10):
+            await asyncio.wait_for(control.send(long), 600.0)
+        return world.clock.now() - start
+
+    assert attacked(tmp_path, attack)[1] == pytest.approx(4.0, abs=0.1)  # of which none without
+
+
 def test_inline_results_that_nobody_asked_for_are_not_kept(tmp_path: Path) -> None:
     """Kept, so many unfinished ones would end the stream."""
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract.checks import cost_s
 from potluck.contract.problem import Problem
+from potluck.coordinator.events import Event
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb
 from potluck.simulator.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+from potluck.transport.memory import Link
+from potluck.transport.pace import Limits
 from potluck.types.ids import Digest
 
 
@@ -45,6 +50,83 @@ def test_a_checkpoint_in_the_middle_of_a_round_loses_no_data_and_counts_none_twi
         assert sum(row["tokens"] for row in world.last.contributions()) == state.tokens
 
     run_virtual(main())
+
+
+def test_a_stop_waits_for_a_checkpoint_that_is_being_saved(tmp_path: Path) -> None:
+    """What a thread has begun does not end with the task that waits for it, and the stop saves one of that name."""
+    held: list[bool] = []
+
+    async def main() -> None:
+        def cost_s(fn: Any) -> float:
+            if getattr(fn, "__name__", "") == "save":
+                assert world.run is not None
+                held.append(world.run.whole.locked())
+            return 0.0
+
+        world = World(
+            Problem(num_rounds=1, validate=False).plan(DiLoCo(DiLoCoConfig(num_inner_steps=1))), Problem().make_deck,
+            tmp_path, clock=VirtualClock(), make_executor=lambda: InlineExecutor(cost_s),
+        )  # fmt: skip
+        world.add("w1")
+        await world.start()
+        await world.finish()
+
+    run_virtual(main())
+    assert held == [True]
+
+
+def test_what_a_paused_coordinator_did_not_read_is_not_held_against_its_workers(tmp_path: Path) -> None:
+    async def main() -> World:
+        world = World(
+            Problem(num_rounds=2, validate=False).plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), Problem().make_deck,
+            tmp_path, clock=VirtualClock(), make_executor=InlineExecutor,
+        )  # fmt: skip
+        await world.start()
+        for name in ("w1", "w2"):
+            world.add(name, cost_s=lambda _: 5.0)
+        await world.clock.sleep(2.0)
+        asyncio.get_running_loop()._jumping.elapsed += 1000.0  # type: ignore[attr-defined]
+        await world.finish()
+        return world
+
+    events = run_virtual(main()).events
+    assert [e.detail["workers"] for e in events if e.kind == "round"] == [["w1", "w2"]] * 2
+    assert not [e.text for e in events if e.kind in ("lost", "discarded")]
+
+
+def run_of_two(folder: Path, problem: Problem, limits: Limits, link: Link) -> list[Event]:
+    """Rounds of w1 and of w2, whose link is another one; what is told."""
+
+    async def main() -> World:
+        world = World(
+            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), problem.make_deck, folder, clock=VirtualClock(),
+            make_executor=InlineExecutor,
+        )  # fmt: skip
+        await world.start()
+        assert world.run is not None
+        world.run.pacer.limit(limits)
+        world.add("w1", cost_s=lambda _: 2.0)
+        world.add("w2", cost_s=lambda _: 2.0, link=link)
+        await world.finish()
+        return world
+
+    return run_virtual(main()).events
+
+
+def test_a_slow_link_makes_rounds_long_and_loses_none(tmp_path: Path) -> None:
+    """An upload of ten times the work's own time, when the work's time is well known."""
+    problem = Problem(num_rounds=6, validate=False, fleet=FleetConfig(min_workers=2))
+    events = run_of_two(tmp_path, problem, Limits(), Link(up_bytes_per_s=28928 / 20))
+    assert [e.detail["workers"] for e in events if e.kind == "round"] == [["w1", "w2"]] * 6
+    assert not [e.text for e in events if e.kind == "lost"]
+
+
+def test_who_waits_for_a_limit_of_rates_is_not_without_progress(tmp_path: Path) -> None:
+    problem = Problem(num_rounds=2, validate=False, fleet=FleetConfig(min_workers=2, no_progress_s=20.0))
+    events = run_of_two(tmp_path, problem, Limits(up=28928 / 60), Link())
+    rounds = [e.detail for e in events if e.kind == "round"]
+    assert [r["workers"] for r in rounds] == [["w1", "w2"]] * 2 and rounds[0]["seconds"] > 60
+    assert not [e.text for e in events if e.kind == "lost"]
 
 
 def test_an_update_that_was_lost_here_is_sent_again_and_its_work_is_not_done_again(tmp_path: Path) -> None:

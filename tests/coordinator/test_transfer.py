@@ -91,7 +91,7 @@ def test_an_operator_sees_sets_and_lifts_limits_one_by_one(tmp_path: Path) -> No
         )
         assert await ask(admin, up=0) == "transfers are limited: down for each worker 4 Mbit/s"
         assert run.pacer.limits == Limits(down_per_worker=500_000.0)
-        for nonsense in (-1.0, float("nan"), float("inf")):
+        for nonsense in (-1.0, float("nan"), float("inf"), 1e308, 5e-324):
             with pytest.raises(Refused, match="is none; give 0"):
                 await ask(admin, down=nonsense)
         assert [dict(e.detail)["up"] for e in events if e.kind == "limits"] == [2_500_000.0, 0.0]

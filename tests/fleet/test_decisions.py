@@ -168,6 +168,16 @@ def test_a_lease_has_a_deadline_by_its_worker_s_past() -> None:
     assert loss(late, steady, 300.0, config, is_alone=True) == ""
 
 
+def test_how_long_a_result_takes_to_come_is_no_part_of_the_work() -> None:
+    lease, steady = open_lease(), member(last_seen=300.0, seconds_per_unit={"diloco.inner": [1.0, 1.0, 1.0]})
+    for now, activity, step in ((284.0, "training", 1), (294.0, "training", 9), (296.0, "uploading", 0)):
+        lease.seen(pb.Progress(key="inner/w1", activity=activity, step=step), now)
+    assert loss(lease, steady, 300.0, config) == ""  # 12 s of 15
+    lease.seen(pb.Progress(key="inner/w1", activity="uploading", step=1 << 20), 390.0)
+    assert loss(lease, member(last_seen=480.0), 480.0, config) == ""
+    assert "has made no progress for 101 s" in loss(lease, member(last_seen=491.0), 491.0, config)
+
+
 def test_a_result_that_is_being_checked_is_not_given_up() -> None:
     gone = member(connected=False, away_since=0.0)
     assert loss(open_lease(checking=True), gone, 300.0, config) == ""

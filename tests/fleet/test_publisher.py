@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -89,6 +91,29 @@ def test_versions_go_on_after_a_restart_as_without_one(tmp_path: Path) -> None:
         other.restart()
         assert other.publish(i, theta) == broken[-1]  # found, not made again
     assert straight == broken
+
+
+@pytest.mark.parametrize("content", [b"", b'{"handles": [[', b"[]", b'{"handles": [[[["v0", "x"]], "../y"]]}', b"null"])
+def test_a_list_of_versions_that_cannot_be_read_costs_one_whole_version(content: bytes, tmp_path: Path) -> None:
+    home, thetas = Home(tmp_path), versions(3)
+    home.publish(0, thetas[0])
+    (tmp_path / "published.json").write_bytes(content)
+    home.restart()
+    whole = home.publish(1, thetas[1])
+    assert home.publisher.deltas_to([whole]) == [] and torch.equal(home.read(whole), thetas[1])
+    assert [d.base for d in home.publisher.deltas_to([home.publish(2, thetas[2])])] == [whole]
+
+
+@pytest.mark.parametrize("rot", [lambda data: data[:1000], lambda data: data[:-4000] + b"\xff" * 4000])
+def test_a_version_that_the_disk_has_lost_costs_one_whole_version(
+    rot: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    home, thetas = Home(tmp_path), versions(2)
+    path = home.objects.path(home.publish(0, thetas[0]))
+    path.write_bytes(rot(path.read_bytes()))
+    whole = home.publish(1, thetas[1])
+    assert home.publisher.deltas_to([whole]) == [] and torch.equal(home.read(whole), thetas[1])
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_version_far_away_is_sent_whole(tmp_path: Path) -> None:

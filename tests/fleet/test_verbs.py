@@ -380,3 +380,23 @@ def test_a_machine_that_became_slower_is_given_up_on_once(tmp_path: Path) -> Non
     assert [e.text for e in world.events if e.kind == "lost"] == [
         "w1 has worked 6 s on toy.count and its past allows 6 s"
     ]
+
+
+def test_a_worker_that_is_here_and_does_nothing_is_not_waited_for_in_every_round(tmp_path: Path) -> None:
+    """What it once began is no progress of what it was given since."""
+
+    async def rounds(state: Seen, fleet: Fleet) -> list[Any]:
+        tasks = {worker.id: count.bind(number=state.round) for worker in fleet.workers()}
+        return [len((await fleet.call(tasks, key=f"count{state.round}", min_replies=1)).replies)]
+
+    async def disturb(world: World) -> None:
+        world.add("w3", cost_s=lambda _: 1e9)
+
+    state, world = play(
+        tmp_path, rounds, num_rounds=12, disturb=disturb, costs={"w1": second, "w2": second}, no_progress_s=30.0,
+        deadlines=False,
+    )  # fmt: skip
+    assert state.values[1:] == (2,) * 11
+    lost = [e.text for e in world.events if e.kind == "lost"]
+    assert len(lost) == 3 and all("w3 has made no progress for 3" in text for text in lost)
+    assert world.last is not None and "3 failed tasks in a row" in world.last.roster.members[WorkerId("w3")].quarantined

@@ -1,9 +1,10 @@
 import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from potluck.types.disk import free_bytes, full_disk_named, require_free
+from potluck.types.disk import free_bytes, full_disk_named, require_free, reserve
 from potluck.types.errors import ResourceError
 
 
@@ -23,3 +24,19 @@ def test_only_a_full_disk_is_translated(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "no space")
     with pytest.raises(FileNotFoundError), full_disk_named(tmp_path):
         raise FileNotFoundError(errno.ENOENT, "missing")
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system cannot set room aside")
+def test_room_that_is_set_aside_is_there_or_the_file_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"something else")
+    reserve(tmp_path / "file", 1 << 20)
+    assert (tmp_path / "file").read_bytes() == bytes(1 << 20)
+    assert (tmp_path / "file").stat().st_blocks * 512 >= 1 << 20
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(ResourceError, match="1,048,576 bytes are needed"):
+        reserve(tmp_path / "other", 1 << 20)
+    assert not (tmp_path / "other").exists()

@@ -11,6 +11,7 @@ from torch import Tensor
 from potluck.codecs.bundle import Bundle
 from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
+from potluck.fleet.leases import FLOATING
 from potluck.protocol import pb
 from potluck.types.errors import InvalidUpdate
 from potluck.types.params import Layout
@@ -86,6 +87,14 @@ def test_beta_forgets_and_a_long_absence_too(tmp_path: Path) -> None:
     torch.testing.assert_close(again + sender.left_over(), 0.5 * left)
     assert sender.send(1 + max_age_rounds, zero).abs().sum() > 0
     assert sender.send(2 + max_age_rounds, zero).abs().sum() == 0
+
+
+def test_work_beyond_rounds_keeps_what_is_left_over_too(tmp_path: Path) -> None:
+    sender, given, sent = Sender(tmp_path, "topk(1.5625%)+ef"), deltas(3), torch.zeros(layout.numel)
+    for delta in given:
+        sent += sender.send(FLOATING, delta)
+        sender.commit(FLOATING)
+    torch.testing.assert_close(sent + sender.left_over(), torch.stack(given).sum(0), rtol=1e-4, atol=1e-4)
 
 
 def test_a_refused_update_resets_what_is_left_over(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 import asyncio
+import errno
 import os
 from pathlib import Path
+
+import pytest
 
 from potluck.clock import SystemClock, ThreadExecutor
 from potluck.storage.digest import digest_bytes, file_name
 from potluck.storage.objects import ObjectStore
+from potluck.types.errors import ResourceError
 from potluck.types.ids import Digest
 from potluck.worker.share import MachineShare
 
@@ -50,6 +54,24 @@ def test_a_damaged_copy_is_not_believed(tmp_path: Path) -> None:
         assert await second.fetch() is False
         assert second.num_downloads == 1
         assert second.store.path(digest).read_bytes() == data
+
+    asyncio.run(main())
+
+
+def test_a_copy_that_a_full_disk_cut_off_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy_a_part(source: Path, target: Path) -> None:
+        if not source.exists():
+            raise FileNotFoundError(source)
+        target.write_bytes(b"part")
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    async def main() -> None:
+        first, second = Worker(tmp_path, "a"), Worker(tmp_path, "b")
+        await first.fetch()
+        monkeypatch.setattr("potluck.worker.share._link_or_copy", copy_a_part)
+        with pytest.raises(ResourceError, match="bytes free and more is needed"):
+            await second.fetch()
+        assert not list(tmp_path.rglob("*.tmp"))
 
     asyncio.run(main())
 

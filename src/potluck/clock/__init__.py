@@ -64,7 +64,8 @@ class ThreadExecutor:
         return await asyncio.get_running_loop().run_in_executor(self._pool, fn, *args)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Drop what has not begun and wait for what has: it may write to a folder that is about to be let go."""
+        self._pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ Chosen = Codec | CodecPolicy
 Row = tuple[str, str, Shape, str]
 """Name, dtype, shape and codec of a tensor."""
 
-most_unpacked = 64
-"""Bytes that one byte of a losslessly packed tensor may become where no layout says how large the tensor is."""
+most_unpacked = 256
+"""Bytes that one byte of an encoded tensor may become where no layout says how large the tensor is."""
 
 
 Pieces = Iterable[npt.NDArray[np.generic]]
@@ -220,12 +220,16 @@ def _write_buffers(file: BinaryIO, tensors: Iterable[Iterable[Pieces]]) -> list[
 # Reading
 
 
-def unpack_tensors(data: bytes | bytearray | memoryview) -> dict[str, Tensor]:
-    """The tensors of a packed bundle, each with memory of its own. CorruptError on anything else."""
+def unpack_tensors(data: bytes | bytearray | memoryview, most_bytes: int | None = None) -> dict[str, Tensor]:
+    """The tensors of a packed bundle, each with memory of its own, at most `most_bytes` in all. CorruptError on
+    anything else."""
     view = memoryview(data).cast("B") if len(data) else memoryview(b"")
     what = "a packed bundle"
     start = header_bytes(bytes(view[: PREFIX.size]), len(view), what)
     header = read_header(bytes(view[:start]), len(view), what)
+    claimed = sum(entry.numel * item_bytes[entry.dtype] for entry in header.entries)
+    if most_bytes is not None and claimed > most_bytes:
+        raise CorruptError(f"{what} claims {claimed} bytes of tensors and {most_bytes} are allowed")
     found = np.frombuffer(view, np.uint8)
     return {entry.name: _decoded(entry, _buffers_of(entry, found, start)) for entry in header.entries}
 
@@ -378,7 +382,7 @@ def _decoded(entry: Entry, buffers: list[Bytes]) -> Tensor:
         return whole.view(_torch_types[entry.dtype]).reshape(entry.shape)
     its = _codec_of(entry)
     held = sum(len(b) for b in buffers)
-    if not its.is_sized and type_bytes * entry.numel > most_unpacked * held + segment_bytes:
+    if type_bytes * entry.numel > most_unpacked * held + segment_bytes:
         raise CorruptError(f"{entry.name} has {held} bytes and claims {entry.numel} elements, which is not believed")
     out = torch.empty(entry.numel, dtype=torch.float32)
     its.decode(buffers, entry.shape, 0, out.numpy())

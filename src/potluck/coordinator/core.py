@@ -117,6 +117,7 @@ class Coordinator:
         self.fleet.encoding.told = lambda worker, reason: self.tell("codec", reason, worker=worker, reason=reason)
         self.fleet.waits = lambda text: self.tell("waiting", text, reason=text)
         self.fleet.combined = self._combined
+        self.fleet.held_back = self.pacer.holds_back
         self.intake = Intake(self.fleet, clock, lanes)
         self.intake.failed = self.fail
         self.intake.noted = lambda worker, text: self.tell("note", f"{worker}: {text}", worker=worker)
@@ -130,7 +131,7 @@ class Coordinator:
         self.seen: Callable[[str], None] = lambda _: None  # blocks; notes in the member book that a worker was here
         self.tidy: Callable[[], None] = lambda: None  # blocks; gives memory that is free back to the system
         self._tidied_at = clock.now()
-        self.whole = asyncio.Lock()  # held while a round is committed or discarded: a stop waits for it
+        self.whole = asyncio.Lock()  # held while a round is committed, discarded or saved: a stop waits for it
         self._resumes = False  # the round under way was begun by an earlier process
         self._given: dict[str, dict[str, Any]] = {}  # by worker: tokens, rounds, bytes of earlier processes
         self._written: dict[str, tuple[int, int]] = {}  # bytes up and down that the ledger has of this process
@@ -342,7 +343,8 @@ class Coordinator:
         """A checkpoint where it is due; the last round is always saved."""
         if state.round % self.plan.checkpoint.every_rounds and not self.finished(state):
             return
-        await self.checkpoint(state)
+        async with self.whole:
+            await self.checkpoint(state)
 
     async def checkpoint(self, state: State) -> Path:
         handles = state.named_handles()

@@ -25,10 +25,13 @@ from potluck.types.profile import DeviceProfile
 
 MAX_STRATEGY_FILES = 64
 MAX_REPORTS = 100  # of one worker between two heartbeats; more wait, and their sender with them
+REPORT_BYTES = 64 << 10
+"""A longer report counts as so many more: reading 4 MiB of small things takes a quarter of a second."""
 MAX_INLINE_BYTES = 256 << 20  # of results that one worker sends inline and has not completed
-welcome_interval_s = 0.5
-"""A worker that says Welcome more often is made to wait."""
-MAX_WELCOME_WAIT_S = 10.0
+arrival_interval_s = 0.5
+"""A worker that says Welcome, or opens Control, more often is made to wait."""
+CONTROLS_AT_ONCE = 4  # a link that breaks again and again is taken up without delay so often
+MAX_ARRIVAL_WAIT_S = 10.0
 MAX_UPLOADS = 4  # for one task: a worker that was restarted may have another result
 upload_slack = 1.25
 """An upload may be this many times the size that the run's codec gives."""
@@ -43,7 +46,7 @@ class CoordinatorService:
         self.run = run
         self.unary: dict[str, Unary] = {"Welcome": self._welcome, "Status": self._status}
         run_size = flat_size("params", run.plan.layout, codec("fp32"))
-        self._welcome_at: dict[WorkerId, float] = {}  # when its next Welcome has its turn
+        self._turns: dict[tuple[str, WorkerId], float] = {}  # when its next arrival of a kind has its turn
         self._data_over: dict[WorkerId, asyncio.Event] = {}  # ends the Data stream that it has now
         self._max_upload_bytes = int(run_size * upload_slack) + (1 << 20)
 
@@ -97,7 +100,7 @@ class CoordinatorService:
             profile = DeviceProfile.parse(request.profile_json)
         except ValueError as error:
             raise Refused(f"the profile of {peer.id} is refused: {error}") from error
-        await self._turn_of(peer.id)
+        await self._turn_of("Welcome", peer.id)
         await self.run.lanes.ledger.run(self.run.seen, peer.id)
         known = peer.id in self.run.roster.members
         self.run.roster.arrive(peer.id, profile, self.run.clock.now())
@@ -105,17 +108,15 @@ class CoordinatorService:
         reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=spec.model_dump_json())
         return reply.SerializeToString()
 
-    async def _turn_of(self, worker: WorkerId) -> None:
-        """Each Welcome costs a write to the disk and a line in the log: one worker has only so many of them."""
+    async def _turn_of(self, kind: str, worker: WorkerId, *, at_once_s: float = 0.0) -> None:
+        """Each arrival costs a line in the log, a Welcome also a write to the disk: one worker has so many of them."""
         now = self.run.clock.now()
-        at = max(now, self._welcome_at.get(worker, now))
-        if at - now > MAX_WELCOME_WAIT_S:
-            raise Refused(
-                f"{worker} says Welcome more than {1 / welcome_interval_s:.0f} times a second; start it again"
-            )
-        self._welcome_at[worker] = at + welcome_interval_s
-        if at > now:
-            await self.run.clock.sleep(at - now)
+        at = max(now, self._turns.get((kind, worker), now))
+        if at - now > MAX_ARRIVAL_WAIT_S:
+            raise Refused(f"{worker} says {kind} more than {1 / arrival_interval_s:.0f} times a second; start it again")
+        self._turns[kind, worker] = at + arrival_interval_s
+        if (wait_s := at - now - at_once_s) > 0:
+            await self.run.clock.sleep(wait_s)
 
     async def _status(self, peer: Peer, data: bytes) -> bytes:
         return pb.StatusReply(status_json=json.dumps(snapshot(self.run))).SerializeToString()
@@ -124,6 +125,7 @@ class CoordinatorService:
 
     async def _control(self, member: Member, channel: Channel) -> None:
         """Reports in, desired situations out, until either side ends."""
+        await self._turn_of("Control", member.id, at_once_s=CONTROLS_AT_ONCE * arrival_interval_s)
         roster, clock = self.run.roster, self.run.clock
         connection = roster.connect(member, clock.now())
         member.changed.set()
@@ -142,13 +144,14 @@ class CoordinatorService:
         limit_s = missed_heartbeats * heartbeat_s
         num_reports, since = 0, clock.now()
         while True:
-            if (num_reports := num_reports + 1) > MAX_REPORTS:
+            if num_reports >= MAX_REPORTS:
                 await clock.sleep(max(0.0, since + heartbeat_s - clock.now()))
-                num_reports, since = 1, clock.now()
+                num_reports, since = 0, clock.now()
             async with asyncio.timeout(limit_s):
                 message = await channel.receive()
             if message is None:
                 return
+            num_reports += 1 + len(message) // REPORT_BYTES
             self.run.intake.report(member, parse(pb.Report, message))
 
     async def _write_desired(self, member: Member, connection: int, channel: Channel) -> None:
@@ -205,7 +208,7 @@ class CoordinatorService:
                 if (done := assembler.add(frame)) is None:
                     continue
                 name, bundle = done
-                tensors = await self.run.lanes.transfers.run(unpack_tensors, bundle)
+                tensors = await self.run.lanes.transfers.run(unpack_tensors, bundle, MAX_INLINE_BYTES)
             except CorruptError as error:
                 raise Refused(str(error)) from error
             lease = self.run.fleet.book.open.get(name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from potluck.protocol import pb
@@ -11,6 +9,8 @@ from potluck.transport.pace import Limits
 from potluck.types.errors import Refused
 
 BYTES_PER_MBIT = 125_000
+LEAST_MBIT, MOST_MBIT = 1e-3, 1e9
+"""Below that a piece of a transfer takes hours."""
 
 
 class TransferConfig(BaseModel):
@@ -47,8 +47,10 @@ def changed(limits: Limits, request: pb.RateLimits) -> Limits:
     for name in rates:
         if request.HasField(name):
             mbit = float(getattr(request, name))
-            if not (math.isfinite(mbit) and mbit >= 0):
-                raise Refused(f"a limit of {mbit} Mbit/s is none; give 0 for no limit or a positive number")
+            if mbit and not LEAST_MBIT <= mbit <= MOST_MBIT:
+                raise Refused(
+                    f"a limit of {mbit:g} Mbit/s is none; give 0 for no limit or {LEAST_MBIT:g} to {MOST_MBIT:g}"
+                )
             rates[name] = mbit * BYTES_PER_MBIT
     return Limits(**rates)
 

@@ -112,10 +112,11 @@ class Intake:
     def _note_progress(self, member: Member, report: pb.Report, now: float) -> None:
         leases = self._fleet.book.of(member.id)
         for progress in report.progress[:MAX_RESULTS]:
+            at_work = [x for x in leases if (x.message.key, x.message.attempt) == (progress.key, progress.attempt)]
+            for lease in at_work:
+                lease.seen(progress, now)
             for lease in leases:
-                if (lease.message.key, lease.message.attempt) == (progress.key, progress.attempt):
-                    lease.seen(progress, now)
-                elif not lease.started_at:
+                if at_work and lease not in at_work and not lease.started_at:
                     lease.progress_at = now  # it waits behind the one at work
 
     def _take(self, member: Member, lease: OpenLease, result: pb.TaskResult) -> None:

@@ -52,6 +52,7 @@ class OpenLease:
     progress_at: float
     outcome: asyncio.Future[Outcome]
     started_at: float = 0.0  # when it was first seen to be worked on, 0 for not yet
+    worked_until: float = 0.0  # when its result was first seen on its way, 0 for not yet
     progress_mark: tuple[str, int] = ("", -1)
     checking: bool = False  # its result is being validated
     claimed: bool = True  # a verb waits for it; after a restart not until the round has been run again up to there
@@ -72,6 +73,8 @@ class OpenLease:
             self.progress_mark, self.progress_at = mark, now
         if progress.activity == "training" and not self.started_at:
             self.started_at = now
+        if progress.activity == "uploading" and self.started_at and not self.worked_until:
+            self.worked_until = now
 
     def answer(self, outcome: Outcome) -> None:
         if not self.outcome.done():
@@ -89,6 +92,14 @@ class LeaseBook:
 
     def of(self, worker: WorkerId) -> list[OpenLease]:
         return [lease for lease in self.open.values() if lease.worker == worker]
+
+    def forgive(self, paused_s: float) -> None:
+        """As `Roster.forgive`."""
+        for lease in self.open.values():
+            lease.issued_at += paused_s
+            lease.progress_at += paused_s
+            if lease.started_at and not lease.worked_until:
+                lease.started_at += paused_s
 
     def close(self, lease: OpenLease, outcome: Outcome) -> None:
         self.open.pop(lease.id, None)
@@ -110,16 +121,24 @@ def loss(lease: OpenLease, member: Member | None, now: float, config: FleetConfi
         return ""
     if lease.message.kind == "session":
         return ""
-    stuck_s = now - lease.progress_at
-    if stuck_s > config.no_progress_s:
-        return f"{member.id} has made no progress for {stuck_s:.0f} s ({lease.progress_mark[0] or 'not started'})"
+    if is_stuck(lease, now, config):
+        stuck_s, at = now - lease.progress_at, lease.progress_mark[0] or "not started"
+        return f"{member.id} has made no progress for {stuck_s:.0f} s ({at})"
     return overdue(lease, member, now) if config.deadlines and not is_alone else ""
 
 
+def is_stuck(lease: OpenLease, now: float, config: FleetConfig) -> bool:
+    """Whether its worker, though here, has not moved it on for too long."""
+    return now - lease.progress_at > config.no_progress_s
+
+
 def overdue(lease: OpenLease, member: Member, now: float) -> str:
-    """Why a lease has taken far too long, by what its worker's past predicts; "" while it has not."""
+    """Why a lease was worked on far too long, by what its worker's past predicts; "" while it was not.
+
+    How long its result takes to come counts for nothing: bytes that move are progress.
+    """
     limit_s = deadline_s(member.seconds_per_unit.get(lease.message.task, []), lease.units)
-    taken_s = now - lease.started_at
+    taken_s = (lease.worked_until or now) - lease.started_at
     if not lease.started_at or limit_s is None or taken_s <= limit_s:
         return ""
     return f"{member.id} has worked {taken_s:.0f} s on {lease.message.task} and its past allows {limit_s:.0f} s"

@@ -21,7 +21,7 @@ from potluck.clock import Clock, Lanes
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.encoding import UpEncoding
-from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, loss, overdue, wire_attempt
+from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, is_stuck, loss, overdue, wire_attempt
 from potluck.fleet.publisher import Publisher
 from potluck.fleet.reduction import check_reduction, reduce_replies
 from potluck.fleet.roster import LeaseId, Roster, decide
@@ -82,6 +82,7 @@ class LiveFleet:
         self.phase = "starting"
         self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of work that was given up
         self.waits: Callable[[str], None] = lambda _reason: None  # hears what `ready` waits for
+        self.held_back: Callable[[WorkerId], bool] = lambda _worker: False  # its bytes wait here, for a limit of rates
         self.combined: Callable[[Report, list[WorkerId]], None] = lambda _report, _workers: None
 
     @property
@@ -167,17 +168,25 @@ class LiveFleet:
     async def watch(self) -> None:
         """Give up, once a tick, what will not be answered any more. Runs as long as the fleet."""
         while True:
+            asleep_at = self._clock.now()
             await self._clock.sleep(tick_s)
             now = self._clock.now()
+            if (paused_s := now - asleep_at - tick_s) > tick_s:
+                self.roster.forgive(paused_s)
+                self.book.forgive(paused_s)
             self.roster.release(now)
-            is_alone = len(self.roster.here(now)) == 1
+            here = [self.roster.members[info.id] for info in self.roster.here(now)]
             for lease in list(self.book.open.values()):
                 if lease.id not in self.book.open:
                     continue  # it was answered while another one's loss was written down
+                if self.held_back(lease.worker):
+                    lease.progress_at = now
                 member = self.roster.members.get(lease.worker)
-                if reason := loss(lease, member, now, self.config, is_alone=is_alone):
+                if reason := loss(lease, member, now, self.config, is_alone=len(here) == 1):
                     if member is not None and overdue(lease, member, now):
                         member.forget(lease.message.task)  # its past predicts it no longer
+                    if member in here and is_stuck(lease, now, self.config):
+                        self.roster.failed(member, reason, now)  # else every round would wait for it
                     self._give_up(lease, reason)
                     self.lost(lease.worker, reason)
                     await self._log_loss(lease, reason)

@@ -21,10 +21,12 @@ from potluck.codecs.base import codec
 from potluck.codecs.bundle import Bundle, Chosen, flat_size, write_flat_slices
 from potluck.codecs.delta import CHANGE, WHOLE, write_sum
 from potluck.protocol import pb
+from potluck.storage.digest import check_digest
 from potluck.storage.files import write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
 from potluck.strategies.run import RunFacts
+from potluck.types.errors import CorruptError, InvalidUpdate, Refused
 from potluck.types.ids import Digest
 from potluck.types.params import Fragment, Params
 
@@ -97,7 +99,7 @@ class Publisher:
     def _encode(self, name: str, handle: Params) -> Digest:
         base = self._latest.get(name)
         if self._run.down.is_delta and base is not None and self._objects.has(base):
-            delta = self._encode_delta(base, handle)
+            delta = self._delta_or_none(base, handle)
             if delta is not None:
                 self._deltas[name] = [*self._deltas.get(name, []), delta][-max_chain:]
                 return delta.target
@@ -106,6 +108,12 @@ class Publisher:
         with self._params.reading(handle) as read:
             write_flat_slices(path, WHOLE, read, self._run.layout, whole)
         return self._objects.adopt(path)
+
+    def _delta_or_none(self, base: Digest, handle: Params) -> Delta | None:
+        try:
+            return self._encode_delta(base, handle)
+        except (CorruptError, InvalidUpdate):  # the disk has lost the version before
+            return None
 
     def _encode_delta(self, base: Digest, handle: Params) -> Delta | None:
         """The new version and the way to it; None if it is too far away."""
@@ -140,15 +148,19 @@ class Publisher:
         write_atomic(self._path, json.dumps(value).encode())
 
     def _load(self) -> None:
-        """What an earlier process published, as far as it is still here."""
+        """What an earlier process published, as far as it is still here; nothing if that cannot be read."""
         try:
             value = json.loads(self._path.read_bytes())
-        except FileNotFoundError:
-            return
-        for fragments, digest in value["handles"]:
-            if self._objects.has(Digest(digest)):
-                self._published[Params(tuple(Fragment(name, numel) for name, numel in fragments))] = Digest(digest)
-        self._latest = {n: Digest(d) for n, d in value["latest"].items() if self._objects.has(Digest(d))}
-        for name, rows in value["deltas"].items():
-            found = [Delta(*map(Digest, row)) for row in rows]
-            self._deltas[name] = [d for d in found if self._objects.has(d.change)]
+            handles = [(_handle(fragments), check_digest(digest)) for fragments, digest in value["handles"]]
+            latest = {str(name): check_digest(digest) for name, digest in value["latest"].items()}
+            deltas = {str(n): [Delta(*map(check_digest, row)) for row in rows] for n, rows in value["deltas"].items()}
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, Refused):
+            return  # a power cut may leave a file without content: the next version is sent whole
+        has = self._objects.has
+        self._published = {handle: digest for handle, digest in handles if has(digest)}
+        self._latest = {name: digest for name, digest in latest.items() if has(digest)}
+        self._deltas = {name: [d for d in found if has(d.change)] for name, found in deltas.items()}
+
+
+def _handle(fragments: Iterable[tuple[str, int]]) -> Params:
+    return Params(tuple(Fragment(str(name), int(numel)) for name, numel in fragments))

@@ -164,6 +164,12 @@ class Roster:
                 self._release(member, strikes=self.config.quarantine_after - 1)
                 self.signal()
 
+    def forgive(self, paused_s: float) -> None:
+        """This process stood still (a paused machine, swapping): what came meanwhile is yet to be read."""
+        for member in self.members.values():
+            member.last_seen += paused_s
+            member.away_since += paused_s
+
     def _release(self, member: Member, *, strikes: int) -> None:
         member.quarantined, member.strikes, member.free_at = "", strikes, math.inf
         member.changed.set()

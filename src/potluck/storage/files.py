@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from potluck.types.disk import free_bytes, full_disk_named, require_free
+from potluck.types.disk import free_bytes, full_disk_named, require_free, reserve
 from potluck.types.errors import PotluckError
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "remove_files",
     "remove_unfinished",
     "require_free",
+    "reserve",
     "unfinished_name",
     "write_atomic",
 ]

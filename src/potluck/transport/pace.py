@@ -80,6 +80,10 @@ class _Gate:
             self._let_through()
             raise
 
+    def holds_back(self, worker: WorkerId) -> bool:
+        queue = self._queues.get(worker)
+        return queue is not None and bool(queue.waiting)
+
     def _let_through(self) -> None:
         """Everybody whose time has come, least served first; then a timer for the next."""
         if self._timer is not None:
@@ -133,6 +137,10 @@ class Pacer:
         self._limits = limits
         self._gates["up"].set_rates(limits.up, limits.up_per_worker)
         self._gates["down"].set_rates(limits.down, limits.down_per_worker)
+
+    def holds_back(self, worker: WorkerId) -> bool:
+        """Whether something of this worker's waits for its turn."""
+        return any(gate.holds_back(worker) for gate in self._gates.values())
 
     async def take(self, worker: WorkerId, way: Way, num_bytes: int) -> None:
         """Wait until so many bytes of this worker may pass."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -27,6 +28,21 @@ def require_free(path: Path, need_bytes: int) -> None:
     free = free_bytes(path)
     if free < need_bytes:
         raise ResourceError(_sentence(path, need_bytes, free))
+
+
+def reserve(path: Path, num_bytes: int) -> None:
+    """A file of that many zeros which has its room on the disk, where the system can say so: writing to a mapped file
+    on a disk that is full by then would end the process. ResourceError."""
+    require_free(path, num_bytes)
+    try:
+        with full_disk_named(path, num_bytes), path.open("wb") as file:
+            if num_bytes and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            else:
+                file.truncate(num_bytes)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

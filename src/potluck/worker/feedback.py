@@ -20,14 +20,14 @@ from torch import Tensor
 from potluck.codecs.bundle import write_flat_slices
 from potluck.codecs.policy import CodecPolicy
 from potluck.protocol import pb
-from potluck.storage.files import require_free
+from potluck.storage.files import reserve
 from potluck.types.params import Layout, type_bytes
 from potluck.types.vector import Vector
 from potluck.worker.state import RunFolder
 
 max_age_rounds = 64
 """What was left over longer ago than this belongs to another model by now."""
-_round_of = re.compile(r"r([0-9]{1,12})-")
+_round_of = re.compile(r"r([0-9]{1,19})-")  # work beyond rounds has a number of 13 digits
 
 
 def write_update(
@@ -43,7 +43,7 @@ def write_update(
         return
     after_path = folder.residual_path(lease.next_version)
     scratch = after_path.with_suffix(".unfinished")
-    require_free(scratch, layout.numel * type_bytes)
+    reserve(scratch, layout.numel * type_bytes)
     after = _mapped(scratch, layout.numel)
     total = vector if before is None else vector + beta * before
     write_flat_slices(path, name, total.read, layout, policy, seed=noise, residual=after)
@@ -60,5 +60,5 @@ def _left_over(folder: RunFolder, lease: pb.Lease, layout: Layout) -> Vector | N
 
 
 def _mapped(path: Path, numel: int) -> Tensor:
-    """A file of fp32 as a tensor, made where it is not there."""
+    """A file of fp32 as a tensor."""
     return torch.from_file(str(path), shared=True, size=numel, dtype=torch.float32)

@@ -24,6 +24,7 @@ from potluck.storage.digest import check_digest
 from potluck.strategies.replica import TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, TaskFunction, decode_arguments, installed
+from potluck.transport.inline import MAX_BUNDLE_BYTES
 from potluck.types.errors import CorruptError, PotluckError, Refused
 from potluck.types.ids import Digest
 from potluck.types.untrusted import printable
@@ -100,7 +101,7 @@ class Runner:
             if verdict.verdict == "refused":
                 reason = printable(f"{verdict.key} of round {verdict.round + 1}: {verdict.reason}", 500)
                 self._note(f"the coordinator refused {reason}")
-                await self._files.run(self.folder.drop_residual, self.adopted)
+                await self._files.run(self.folder.drop_residual, desired.adopted_version)
             if verdict.verdict == "missing":
                 self._send_again((verdict.round, verdict.attempt, verdict.key))
         settled = {(v.round, v.attempt, v.key) for v in desired.verdicts if v.verdict != "missing"}
@@ -388,7 +389,7 @@ class Runner:
 
     async def take_operands(self, id: LeaseId, bundle: bytearray) -> None:
         """Inline operands that are complete. CorruptError if they are no bundle."""
-        self.operands[id] = await self._files.run(unpack_tensors, bundle)
+        self.operands[id] = await self._files.run(unpack_tensors, bundle, MAX_BUNDLE_BYTES)
         self._wake.set()
 
     # Values to and from bytes, in a file thread

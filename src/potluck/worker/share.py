@@ -18,7 +18,7 @@ from pathlib import Path
 
 from potluck.clock import Clock, Executor
 from potluck.storage.digest import file_name
-from potluck.storage.files import FolderLock, unfinished_name
+from potluck.storage.files import FolderLock, full_disk_named, unfinished_name
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import PotluckError
 from potluck.types.ids import Digest
@@ -65,9 +65,13 @@ def _take(folder: Path, digest: Digest, store: ObjectStore) -> bool:
     """Link or copy the shared file into the store, if it is there and whole."""
     scratch = unfinished_name(store.root / "shared")
     try:
-        _link_or_copy(folder / "object", scratch)
+        with full_disk_named(scratch):
+            _link_or_copy(folder / "object", scratch)
     except FileNotFoundError:
         return False
+    except BaseException:
+        scratch.unlink(missing_ok=True)  # part of a copy would keep the disk full
+        raise
     found = store.adopt(scratch)
     if found == digest:
         return True
@@ -78,9 +82,11 @@ def _take(folder: Path, digest: Digest, store: ObjectStore) -> bool:
 
 def _give(folder: Path, path: Path) -> None:
     scratch = unfinished_name(folder / "object")
-    with contextlib.suppress(OSError):  # without a shared copy the others download their own
+    try:
         _link_or_copy(path, scratch)
         os.replace(scratch, folder / "object")
+    except OSError:  # without a shared copy the others download their own
+        scratch.unlink(missing_ok=True)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
