@@ -109,3 +109,26 @@ def test_what_no_worker_holds_any_more_is_removed(tmp_path: Path) -> None:
         assert not shared.exists()
 
     asyncio.run(main())
+
+
+def test_who_waits_for_anothers_download_sees_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("potluck.worker.share.tell_s", 0.01)
+    monkeypatch.setattr("potluck.worker.share.wait_s", 0.01)
+
+    async def main() -> None:
+        first, second, progress, heard = Worker(tmp_path, "a"), Worker(tmp_path, "b"), [0], list[int]()
+
+        async def download() -> None:
+            for progress[0] in range(1, 200):
+                await asyncio.sleep(0.01)
+                if len(set(heard)) > 2:
+                    break
+            first.store.put(data)
+
+        downloading = asyncio.create_task(first.share.fetch(digest, first.store, download, arrived=lambda: progress[0]))
+        await asyncio.sleep(0.05)
+        assert await second.share.fetch(digest, second.store, download, told=heard.append) is True
+        assert await downloading is False
+        assert len(set(heard)) > 2 and heard == sorted(heard)
+
+    asyncio.run(main())

@@ -179,9 +179,7 @@ def _one_seed(seed: int, setting: Setting, told: Callable[[str], None]) -> dict[
             what: str, strategy: Strategy, start: Tensor, workers: int, steps: int, lr: float, data: int
         ) -> Trained:
             codecs = setting.diloco_codecs if isinstance(strategy, DiLoCo) else ("fp32", "fp32")
-            done = lab.train(
-                strategy, start, workers=workers, num_steps=steps, lr=lr, data_seed=data, codecs=codecs
-            )
+            done = lab.train(strategy, start, workers=workers, num_steps=steps, lr=lr, data_seed=data, codecs=codecs)
             told(f"seed {seed}: {what}: {done.first_loss:.4f} -> {done.loss:.4f} ({time.monotonic() - begun:.0f} s)")
             return done
 

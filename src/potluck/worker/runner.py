@@ -338,7 +338,10 @@ class Runner:
         if self._share is None:
             await self._obtain(digest, deltas)
         else:
-            await self._share.fetch(digest, self.folder.objects, lambda: self._obtain(digest, deltas))
+            await self._share.fetch(
+                digest, self.folder.objects, lambda: self._obtain(digest, deltas),
+                arrived=lambda: self.activity[1], told=lambda n: self._moved("downloading", n),
+            )  # fmt: skip
 
     async def _obtain(self, digest: Digest, deltas: Iterable[pb.Delta]) -> None:
         """By the differences from a version that is here, where they lead to it; else whole."""
