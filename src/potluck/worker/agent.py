@@ -160,6 +160,7 @@ class Agent:
             for c in (
                 self._read_desired(control),
                 self._write_reports(control),
+                self._send_emissions(),
                 self._read_data(data),
                 self._write_data(data),
                 self._reconnect.wait(),
@@ -200,7 +201,6 @@ class Agent:
         while True:
             sequence += 1
             runner.changed.clear()
-            await runner.deliver_emissions()
             rates = self.link.meter.rates
             is_news = differ(rates, told)
             told = rates if is_news else told
@@ -222,6 +222,13 @@ class Agent:
                     await runner.changed.wait()
             except TimeoutError:
                 continue
+
+    async def _send_emissions(self) -> None:
+        runner = self.runner_ready()
+        while True:
+            runner.emitted.clear()
+            await runner.deliver_emissions()
+            await runner.emitted.wait()
 
     async def _read_data(self, data: Channel) -> None:
         assembler = Assembler()

@@ -74,6 +74,7 @@ class Runner:
         self.adopted = ""
         self.changed = asyncio.Event()  # something new to report
         self.inline_changed = asyncio.Event()
+        self.emitted = asyncio.Event()  # a session has something to send
         self.posts: dict[LeaseId, Post] = {}
         self._mapped: list[Bundle] = []  # what the task under way reads its parameters from
         self._inputs: list[pb.SessionInput] = []  # that the coordinator wants sessions to have
@@ -280,8 +281,8 @@ class Runner:
         return result
 
     def _emitted(self) -> None:
-        """In the compute thread: a session has something to report."""
-        self._loop.call_soon_threadsafe(self.changed.set)
+        """In the compute thread: a session has something to send."""
+        self._loop.call_soon_threadsafe(self.emitted.set)
 
     async def _deliver(self, lease: pb.Lease, result: Result, seconds: float) -> None:
         answer = pb.TaskResult(
@@ -324,6 +325,7 @@ class Runner:
                     await self._push(await self.link.connection(), Digest(answer.object), lease)
                 del post.emissions[step]  # not before: the link may break on the way
                 self._report(answer)
+                self.changed.set()
 
     async def _push(self, connection: Any, digest: Digest, lease: pb.Lease) -> None:
         await self.link.push(
