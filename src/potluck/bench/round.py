@@ -110,7 +110,7 @@ class AddOne:
 
 
 def bench_round(
-    *, params: int = 124_439_808, workers: int = 2, codec: str = "fp32", down: str = "fp32", rounds: int = 6,
+    *, params: int = 124_439_808, workers: int = 2, codec: str = "fp32", down: str = "fp32", rounds: int = 12,
     floor: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Seconds are medians without the first round; `times_floor` compares the two."""

@@ -131,7 +131,7 @@ class ObjectStore:
         """Remove an object and what is here of it. Nothing happens if there is none."""
         with self._lock:
             self._drop_partial(digest)
-            remove_files([self.path(digest)])
+            self._spares.retire([self.path(digest)])
 
     def collect(self, is_kept: Callable[[Digest], bool], *, partial_age_s: float = 3600.0) -> int:
         """Remove every object that is not kept, and partial ones that nobody added to for so long; bytes freed.

@@ -114,6 +114,7 @@ class _WorkerEnd:
         self._over = asyncio.Event()  # the coordinator's word on the call is here
         self._error: grpc.aio.AioRpcError | None = None  # and is this; None for good order
         call.add_done_callback(self._note_status)
+        call.add_done_callback(lambda _: self._writer.close())
 
     async def send(self, message: bytes) -> None:
         check_size(self._method, len(message), up=True)
@@ -138,6 +139,8 @@ class _WorkerEnd:
             with contextlib.suppress(TimeoutError, ConnectionLost):
                 await asyncio.wait_for(self._end(), close_wait_s)
         self._call.cancel()
+        self._reader.close()
+        self._writer.close()
 
     async def _end(self) -> None:
         """Let out what was sent, say that it was all, and wait for the coordinator to end the stream too."""

@@ -136,6 +136,7 @@ class GrpcServer:
         finally:
             del self._live[serving]
             serving.cancel()
+            end.finish()
         error = end.error or (ConnectionLost("the stream was ended") if serving.cancelled() else serving.result())
         if error is not None:
             await context.abort(*to_status(error))
@@ -180,6 +181,11 @@ class _CoordinatorEnd:
 
     async def close(self) -> None:
         pass  # the coordinator ends a stream by returning from `Service.open`
+
+    def finish(self) -> None:
+        """The service is through with it."""
+        self._reader.close()
+        self._writer.close()
 
     def lose(self) -> None:
         self._lost.set()
