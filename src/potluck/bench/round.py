@@ -53,6 +53,7 @@ from potluck.worker.options import JoinOptions
 
 shapes: dict[str, dict[str, Any]] = {
     "tiny": {"model_type": "gpt2", "n_layer": 2, "n_embd": 256, "n_head": 4, "vocab_size": 8192, "n_positions": 256},
+    "small": {"model_type": "gpt2", "n_layer": 8, "n_embd": 512, "n_head": 8, "vocab_size": 20000},
     "gpt2": {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},
     "llama-1b": {
         "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,

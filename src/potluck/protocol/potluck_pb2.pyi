@@ -261,12 +261,14 @@ class ObjectInfo(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., size: _Optional[int] = ..., purpose: _Optional[str] = ...) -> None: ...
 
 class PutAck(_message.Message):
-    __slots__ = ("offset", "done")
+    __slots__ = ("offset", "done", "window")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
     offset: int
     done: bool
-    def __init__(self, offset: _Optional[int] = ..., done: _Optional[bool] = ...) -> None: ...
+    window: int
+    def __init__(self, offset: _Optional[int] = ..., done: _Optional[bool] = ..., window: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -5,7 +5,8 @@ carry a checksum; a broken one, or a whole that does not match its digest, is as
 for a time: the holder of a link decides when a lack of progress ends it.
 
 Files are read and written, and chunks checked, in the executor, a few chunks at a time while the next ones travel.
-Both ends hold at most two such batches; beyond that the channel makes the sender wait.
+Both ends hold at most two such batches, which are the smaller the more transfers a process has under way; beyond that
+the channel makes the sender wait.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from potluck.types.errors import ConnectionLost, CorruptError, DataError, Refuse
 from potluck.types.ids import Digest
 
 BATCH_CHUNKS = 4
-TELL_BYTES = 4 << 20
+MAX_BATCHED_CHUNKS = 16
+"""In the batches of all transfers of a process together, as long as each has one chunk."""
+MAX_COMING_BYTES = 32 << 20
+"""On the way to a process in all uploads together, as long as each may have two chunks. gRPC itself lets each have as
+much as the link seems to hold, which on a busy coordinator is far more."""
+TELL_BYTES = 2 << 20
 """A receiver that is kept busy says what is safe after so many bytes; one that waits says it at once."""
 MAX_VAIN_TRIES = 3
 """Corrupt transfers in a row that bring no byte further; after them the error is raised."""
@@ -36,6 +42,33 @@ MAX_VAIN_TRIES = 3
 Progress = Callable[[int], None]
 """Hears how many bytes of the object are at the receiver."""
 
+
+class _Crowd:
+    """The transfers that this process has under way."""
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    @property
+    def batch_chunks(self) -> int:
+        """What each may have in a batch."""
+        return max(1, min(BATCH_CHUNKS, MAX_BATCHED_CHUNKS // max(self._num, 1)))
+
+    @property
+    def window_bytes(self) -> int:
+        """What may be on its way in each upload."""
+        return max(2 * CHUNK_BYTES, MAX_COMING_BYTES // max(self._num, 1))
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        self._num += 1
+        try:
+            yield
+        finally:
+            self._num -= 1
+
+
+_crowd = _Crowd()
 
 M = TypeVar("M", pb.GetObject, pb.ObjectInfo, pb.PutAck)
 
@@ -93,10 +126,10 @@ async def serve_put(
     admit(info)
     if not await executor.run(store.has, digest):
         partial = await executor.run(store.begin, digest, info.size)
-        await channel.send(pb.PutAck(offset=partial.offset).SerializeToString())
+        await channel.send(pb.PutAck(offset=partial.offset, window=2 * CHUNK_BYTES).SerializeToString())
         async with aclosing(_take_chunks(channel, partial, partial.offset, executor)) as arriving:
             async for safe_bytes in arriving:
-                await channel.send(pb.PutAck(offset=safe_bytes).SerializeToString())
+                await channel.send(pb.PutAck(offset=safe_bytes, window=_crowd.window_bytes).SerializeToString())
         await executor.run(partial.finish)
     await channel.send(pb.PutAck(offset=info.size, done=True).SerializeToString())
     return digest
@@ -137,25 +170,27 @@ async def _push_rest(
         with tries.counted(ack.offset):
             told(ack.offset)
             if not ack.done:
-                await _send_and_hear(channel, source, ack.offset, executor, told)
+                await _send_and_hear(channel, source, ack, executor, told)
             return True
     finally:
         await channel.close()
     return False
 
 
-async def _send_and_hear(channel: Channel, source: _Source, offset: int, executor: Executor, told: Progress) -> None:
+async def _send_and_hear(channel: Channel, source: _Source, ack: pb.PutAck, executor: Executor, told: Progress) -> None:
     """Send chunks and take acknowledgements at once, until one says that all is done."""
+    window = _Window(ack)
 
     async def hear() -> None:
         done = False
         while not done:
             ack = _parse(pb.PutAck, await channel.receive())
             done = ack.done
+            window.move(ack)
             told(ack.offset)
 
     hearing = asyncio.ensure_future(hear())
-    sending = asyncio.ensure_future(_send_chunks(channel, source, offset, executor))
+    sending = asyncio.ensure_future(_send_chunks(channel, source, ack.offset, executor, window))
     try:
         await asyncio.wait((hearing, sending), return_when=asyncio.FIRST_COMPLETED)
         if not hearing.done() and not isinstance(sending.exception(), ConnectionLost | Refused | None):
@@ -170,17 +205,41 @@ async def _send_and_hear(channel: Channel, source: _Source, offset: int, executo
 # Both sides: chunks out of a file, chunks into a partial object
 
 
-async def _send_chunks(channel: Channel, source: _Source, offset: int, executor: Executor) -> None:
+async def _send_chunks(
+    channel: Channel, source: _Source, offset: int, executor: Executor, window: _Window | None = None
+) -> None:  # fmt: skip
     """Everything from `offset` on; the next batch is read while one is sent."""
-    reading = asyncio.ensure_future(executor.run(source.frames, offset))
-    try:
-        while frames := await reading:
-            offset += sum(map(len, frames)) - len(frames) * CHUNK_HEADER_BYTES
-            reading = asyncio.ensure_future(executor.run(source.frames, offset))
-            for frame in frames:
-                await channel.send(frame)
-    finally:
-        await _settle(reading)
+    with _crowd.joined():
+        reading = asyncio.ensure_future(executor.run(source.frames, offset))
+        try:
+            while frames := await reading:
+                sent, offset = offset, offset + sum(map(len, frames)) - len(frames) * CHUNK_HEADER_BYTES
+                reading = asyncio.ensure_future(executor.run(source.frames, offset))
+                for frame in frames:
+                    if window is not None:
+                        await window.opened(sent)
+                    await channel.send(frame)
+                    sent += len(frame) - CHUNK_HEADER_BYTES
+        finally:
+            await _settle(reading)
+
+
+class _Window:
+    """How far a sender may be ahead of what its receiver has."""
+
+    def __init__(self, ack: pb.PutAck) -> None:
+        self._moved = asyncio.Event()
+        self.move(ack)
+
+    def move(self, ack: pb.PutAck) -> None:
+        self._safe_bytes, self._size = ack.offset, ack.window
+        self._moved.set()
+
+    async def opened(self, sent_bytes: int) -> None:
+        """Wait until what follows `sent_bytes` may be sent."""
+        while self._size and sent_bytes - self._safe_bytes >= self._size:
+            self._moved.clear()
+            await self._moved.wait()
 
 
 async def _take_chunks(
@@ -239,19 +298,20 @@ class _Arriving:
 
     async def _hear(self) -> None:
         size = self._partial.size
-        try:
-            while self._offset < size:
-                frame = await self._channel.receive()
-                if frame is None:
-                    raise ConnectionLost(f"the stream ended at byte {self._offset} of {size}")
-                self._frames.append(frame)
-                self._offset += max(len(frame) - CHUNK_HEADER_BYTES, 0)
+        with _crowd.joined():
+            try:
+                while self._offset < size:
+                    frame = await self._channel.receive()
+                    if frame is None:
+                        raise ConnectionLost(f"the stream ended at byte {self._offset} of {size}")
+                    self._frames.append(frame)
+                    self._offset += max(len(frame) - CHUNK_HEADER_BYTES, 0)
+                    self._news.set()
+                    while len(self._frames) >= _crowd.batch_chunks:
+                        self._room.clear()
+                        await self._room.wait()
+            finally:
                 self._news.set()
-                while len(self._frames) >= BATCH_CHUNKS:
-                    self._room.clear()
-                    await self._room.wait()
-        finally:
-            self._news.set()
 
     async def close(self) -> None:
         if self._hearing is not None:
@@ -288,7 +348,7 @@ class _Source:
             return frames
         with self._open() as file:
             file.seek(offset)
-            while len(frames) < BATCH_CHUNKS and offset < self.size:
+            while len(frames) < _crowd.batch_chunks and offset < self.size:
                 num_bytes = min(CHUNK_BYTES, self.size - offset)
                 frame = read_chunk(offset, num_bytes, file.readinto)
                 if len(frame) < num_bytes + CHUNK_HEADER_BYTES:

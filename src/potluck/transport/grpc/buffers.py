@@ -12,9 +12,9 @@ import functools
 import sys
 from collections.abc import Callable
 
-TRIM_BYTES = 64 << 20
+TRIM_BYTES = 16 << 20
 """Free bytes at the top of a heap before they go back to the system."""
-MMAP_BYTES = 32 << 20
+MMAP_BYTES = 2 << 20
 """From this size on an allocation is a mapping of its own, gone when it is freed. Chunks and what gRPC makes of them
 are smaller; setting the one stops glibc from adapting the other, so it is set too."""
 

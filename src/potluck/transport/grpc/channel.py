@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 Outcome = bytes | None | Exception
 """A message; the end of the stream, or a write that is done; what went wrong."""
 
-MAX_READ_AHEAD = 2
+MAX_READ_AHEAD = 1
 """Messages that wait for a caller; beyond that the sender waits."""
 
 
