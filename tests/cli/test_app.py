@@ -28,6 +28,7 @@ COMMANDS = {
     "limit": "Limit the transfers of a running run, in Mbit/s; 0 for no limit. Without options it prints the limits.",
     "generate": "Let a trained model write.",
     "recipes": "List the shipped recipes, or print one to start from.",
+    "manifest": "List the files of a folder for `data.listed`: names, digests, sizes and tokens.",
     "bench": "Measure Potluck itself, beside its peers.",
     "test": "Run the contract tests on a strategy of your own.",
 }

@@ -51,7 +51,20 @@ def parsed(command: Command) -> dict[str, Any]:
 
 def test_the_pages_have_the_commands_that_matter() -> None:
     words = {command.words[:2] for command in every}
-    named = {"run", "host", "join", "status", "stop", "invite", "remove", "generate", "recipes", "test", "bench"}
+    named = {
+        "run",
+        "host",
+        "join",
+        "status",
+        "stop",
+        "invite",
+        "remove",
+        "generate",
+        "recipes",
+        "manifest",
+        "test",
+        "bench",
+    }
     assert {("potluck", name) for name in named} <= words
     assert {("./scripts/demo",), ("./scripts/test",)} <= words
     assert len(cheap) >= 6

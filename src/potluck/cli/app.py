@@ -284,6 +284,23 @@ def recipes(name: Annotated[str | None, typer.Argument(metavar="NAME", help="The
         print(f"{stem:{width}}  {headline(path)}")
 
 
+@app.command()
+def manifest(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The files, as each worker has them.")],
+    out: Annotated[Path, typer.Option("--out", help="Where to write it.")] = Path("manifest.json"),
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="Folder with a tokenizer.json, to count the tokens of text.")
+    ] = None,
+    token_type: Annotated[
+        str, typer.Option("--token-type", help="What raw .bin files hold: uint16, uint32 or int32.")
+    ] = "uint16",
+) -> None:
+    """List the files of a folder for `data.listed`: names, digests, sizes and tokens."""
+    from potluck.cli.manifests import write_manifest
+
+    say(write_manifest(folder, out, tokenizer=tokenizer, token_type=token_type))
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,

@@ -19,13 +19,25 @@ class TransferConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_up_mbit: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="from the workers to the coordinator, all together"
+        default=0.0,
+        ge=0,
+        le=MOST_MBIT,
+        allow_inf_nan=False,
+        description="from the workers to the coordinator, all together",
     )
     max_down_mbit: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="from the coordinator to the workers, all together"
+        default=0.0,
+        ge=0,
+        le=MOST_MBIT,
+        allow_inf_nan=False,
+        description="from the coordinator to the workers, all together",
     )
-    max_up_mbit_per_worker: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="from each worker")
-    max_down_mbit_per_worker: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="to each worker")
+    max_up_mbit_per_worker: float = Field(
+        default=0.0, ge=0, le=MOST_MBIT, allow_inf_nan=False, description="from each worker"
+    )
+    max_down_mbit_per_worker: float = Field(
+        default=0.0, ge=0, le=MOST_MBIT, allow_inf_nan=False, description="to each worker"
+    )
 
     def limits(self) -> Limits:
         return Limits(
