@@ -92,6 +92,7 @@ def test_data_that_cannot_be_used(
     assert ended.code == 4, ended.stderr
     assert sentence in ended.sentence()
     assert ended.stdout == ""
+    assert not list((tmp_path / "runs").glob("*/recipe.json"))  # a mistake binds the folder to nothing
 
 
 def test_one_bad_line_is_skipped_counted_and_reported(lines_run: Path) -> None:
@@ -134,9 +135,7 @@ def test_a_run_folder_of_another_recipe_is_left_alone(inside: CommandLine, lines
     write_recipe(copied / "other.toml", data, model='config = { model_type = "gpt2", n_layer = 1, n_embd = 16 }')
     ended = inside("run", "other.toml", "--resume", "--dir", "run")
     assert ended.code == 3
-    assert (
-        "run holds a run with another `model`; give another folder, or go on with an equal recipe" in ended.sentence()
-    )
+    assert "run holds a run with another `model`; give another folder with --dir, or go on with" in ended.sentence()
     ended = inside("run", recipe, "--dir", "run")
     assert ended.code == 1
     assert "run holds a run already; continue it with --resume" in ended.sentence()

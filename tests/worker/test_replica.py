@@ -341,7 +341,7 @@ def test_a_model_that_is_too_big_says_what_it_needs_and_what_there_is() -> None:
     spec = spec_of(gpt2())
     with pytest.raises(ResourceError, match=r"needs \d\.\d MiB and 0\.0 MiB are free; lower"):
         TorchReplica(spec, hardware=Machine())  # seven bytes
-    with pytest.raises(ResourceError, match="within the limit that was set"):
+    with pytest.raises(ResourceError, match="within --max-memory"):
         TorchReplica(spec, max_memory_bytes=1000)
     assert TorchReplica(spec, max_memory_bytes=1 << 30).layout == layout_of(build(gpt2()))
 

@@ -102,7 +102,8 @@ def host(
         str, typer.Option("--address", metavar="NAME:PORT", help="Where workers reach this machine. [default: its own]")
     ] = "",
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65534, help="Port, where --address is not given; it and the next.")
+        int,
+        typer.Option("--port", min=0, max=65534, help="Port to listen on, if not that of --address; it and the next."),
     ] = 0,
     as_json: Json = False,
     overrides: Set = None,
@@ -311,7 +312,9 @@ def bench(
     from potluck.cli.benches import list_benches, run_bench
 
     if name is None:
-        print("\n".join(f"{bench}  {about}" for bench, about in list_benches().items()))
+        known = list_benches()
+        width = max(map(len, known))
+        print("\n".join(f"{bench:{width}}  {about}" for bench, about in known.items()))
         return
     report = run_bench(name, context.args)
     if as_json:

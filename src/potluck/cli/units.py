@@ -24,7 +24,10 @@ def parse_hours(text: str) -> tuple[int, int]:
     """`22-7`: from 22:00 to 7:00, local time. PotluckError."""
     match = re.fullmatch(r"\s*(\d{1,2})\s*-\s*(\d{1,2})\s*", text)
     if match is None or int(match[1]) > 23 or int(match[2]) > 24 or int(match[1]) == int(match[2]) % 24:
-        raise PotluckError(f"{text!r} is not a span of hours; write FROM-TO in hours of the day, such as 22-7")
+        raise PotluckError(
+            f"{text!r} is not a span of hours; write FROM-TO in hours of the day, such as "
+            "22-7, or leave it out for the whole day"
+        )
     return int(match[1]), int(match[2]) % 24
 
 

@@ -318,7 +318,8 @@ class Coordinator:
             return  # it was tried before the round began whose work is still in the workers' hands
         try:
             wait_s = last_validation_wait_s if self.finished(state) else None
-            await asyncio.wait_for(self.fleet.ready(self.config.min_workers), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self.fleet.ready(self.config.min_workers)
         except TimeoutError:  # the training is done and saved: nobody has to come back for a number
             self.tell("note", f"nobody was here to validate round {state.round}", round=state.round)
             return

@@ -28,6 +28,9 @@ from potluck.types.ids import Digest
 
 Tell = Callable[[str], None]
 
+IDENTITY = "recipe.json"
+"""In a run's folder: its id and the recipe it was started with."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
@@ -41,16 +44,14 @@ class Prepared:
 
 
 def run_identity(run_dir: Path, recipe: Recipe) -> str:
-    """The run's id, made at its first start. RecipeError if the folder holds a run of another recipe.
+    """The run's id, a new one where the folder holds none. RecipeError if it holds a run of another recipe.
 
     What may change between starts is how long, how often and with whom: not the model, the data or the method.
     """
-    path = run_dir / "recipe.json"
+    path = run_dir / IDENTITY
     now = recipe.to_json()
     if not path.exists():
-        run_id = f"{recipe.name}-{secrets.token_hex(4)}"
-        write_atomic(path, json.dumps({"run_id": run_id, "recipe": now}, indent=2).encode())
-        return run_id
+        return f"{recipe.name}-{secrets.token_hex(4)}"
     try:
         stored: dict[str, Any] = json.loads(path.read_bytes())
         stored_id, stored_recipe = str(stored["run_id"]), dict(stored["recipe"])
@@ -61,7 +62,8 @@ def run_identity(run_dir: Path, recipe: Recipe) -> str:
     for section in ("name", "seed", "model", "data", "strategy"):
         if stored_recipe.get(section) != now.get(section):
             raise RecipeError(
-                f"{run_dir} holds a run with another `{section}`; give another folder, or go on with an equal recipe"
+                f"{run_dir} holds a run with another `{section}`; give another folder with --dir, or go on "
+                "with an equal recipe"
             )
     return stored_id
 
@@ -116,6 +118,9 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         open_objects=(Digest(tokenizer_object),) if tokenizer_object else (),
     )
     facts = _facts(data) if data else {}
+    if not (run_dir / IDENTITY).exists():  # last: a start that failed, for a path misspelt, binds the folder to nothing
+        stored = {"run_id": run_id, "recipe": recipe.to_json()}
+        write_atomic(run_dir / IDENTITY, json.dumps(stored, indent=2).encode())
     return Prepared(plan=plan, deck=deck, tokenizer_dir=tokenizer_dir, corpus_digest=corpus, facts=facts)
 
 

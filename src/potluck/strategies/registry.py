@@ -56,7 +56,9 @@ def install_tasks(name: str) -> None:
 def load_file(path: Path) -> Any:
     """Import a user's strategy file by path, once for each content of it."""
     if not path.is_file():
-        raise RecipeError(f"strategy file {path} does not exist; check its path, in a recipe relative to that")
+        raise RecipeError(
+            f"strategy file {path} does not exist; check its path (in a recipe it is relative to the recipe)"
+        )
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     module_name = f"potluck_user_{path.stem}_{digest[:16]}"
     known = sys.modules.get(module_name)

@@ -226,7 +226,8 @@ class _WorkerEnd:
         stream.down.abandon()
         stream.down.end(None)
         try:
-            await asyncio.wait_for(stream.over.wait(), close_wait_s)
+            async with asyncio.timeout(close_wait_s):
+                await stream.over.wait()
         except TimeoutError:
             stream.lose(ConnectionLost("the worker gave the stream up"))
 

@@ -77,7 +77,8 @@ class _Joining:
             if (wait_s := seconds_until_open(options.hours, self.clock.time())) > 0:
                 self.say(f"outside the hours {options.hours}; waiting {wait_s / 3600:.1f} h")
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._leaving.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        await self._leaving.wait()
             if self._profile is None and not self._leaving.is_set():  # within the owner's hours only
                 self._profile = await self._measured()
             if self._profile is None or self._leaving.is_set():

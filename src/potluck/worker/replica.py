@@ -349,11 +349,12 @@ def _check_memory(
     host_free, _ = hardware.memory()
     limited = ""
     if max_memory_bytes and max_memory_bytes < host_free:
-        host_free, limited = max_memory_bytes, " within the limit that was set"
+        host_free, limited = max_memory_bytes, " within --max-memory"
         free = free if device.type == "cuda" else min(free, max_memory_bytes)
     lacking = check_fits(need, device=str(device), device_free_bytes=free, host_free_bytes=host_free)
     if lacking:
+        remedy = "raise it, or use a bigger machine" if limited else "close other programs, or use a bigger machine"
         raise ResourceError(
             f"training this model of {layout.numel:,} parameters {lacking}{limited}; lower strategy.inner.batch_size "
-            "or data.seq_len, close other programs, or use a bigger machine"
+            f"or data.seq_len, {remedy}"
         )

@@ -137,7 +137,8 @@ class _WorkerEnd:
         self._closed = True
         if self._method != "GetObject":  # there the worker has nothing more to say, so the end need not be orderly
             with contextlib.suppress(TimeoutError, ConnectionLost):
-                await asyncio.wait_for(self._end(), close_wait_s)
+                async with asyncio.timeout(close_wait_s):
+                    await self._end()
         self._call.cancel()
         self._reader.close()
         self._writer.close()
@@ -183,7 +184,8 @@ class _WorkerEnd:
     async def _status(self) -> grpc.aio.AioRpcError | None:
         """What the coordinator said of a call that has ended; None for good order."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._over.wait(), reason_wait_s)
+            async with asyncio.timeout(reason_wait_s):
+                await self._over.wait()
             return self._error
         return await _error_of(self._call)
 

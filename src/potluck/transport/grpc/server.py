@@ -203,7 +203,8 @@ class _CoordinatorEnd:
         if isinstance(message, bytes):
             return message
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._lost.wait(), loss_notice_s)
+            async with asyncio.timeout(loss_notice_s):
+                await self._lost.wait()
             return self._gone()
         return None
 

@@ -92,7 +92,9 @@ def read_link(text_or_path: str) -> JoinLink:
             data = file.read(MAX_LINE_BYTES + 1)
         text = data.decode()
     except OSError as error:
-        raise PotluckError(f"the file {path} with the join line cannot be read: {error.strerror or error}") from error
+        raise PotluckError(
+            f"the file {path} with the join line cannot be read ({error.strerror or error}); check its path"
+        ) from error
     except UnicodeDecodeError as error:
         raise PotluckError(f"the file {path} is not text; it should hold one join line ({_FORM})") from error
     if len(data) > MAX_LINE_BYTES:
