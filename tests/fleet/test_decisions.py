@@ -159,7 +159,7 @@ def test_a_lease_is_kept_while_its_worker_makes_progress() -> None:
 
 
 def test_a_lease_has_a_deadline_by_its_worker_s_past() -> None:
-    steady = member(last_seen=300.0, seconds_per_unit={"diloco.inner": [1.0, 1.0, 1.0]})
+    steady = member(last_seen=300.0, seconds_per_unit={"diloco.inner": [1.0] * 6})
     on_time = open_lease(started_at=286.0, progress_at=299.0)
     late = open_lease(started_at=284.0, progress_at=299.0)
     assert loss(on_time, steady, 300.0, config) == ""  # 14 s of 10 + 5
@@ -169,7 +169,7 @@ def test_a_lease_has_a_deadline_by_its_worker_s_past() -> None:
 
 
 def test_how_long_a_result_takes_to_come_is_no_part_of_the_work() -> None:
-    lease, steady = open_lease(), member(last_seen=300.0, seconds_per_unit={"diloco.inner": [1.0, 1.0, 1.0]})
+    lease, steady = open_lease(), member(last_seen=300.0, seconds_per_unit={"diloco.inner": [1.0] * 6})
     for now, activity, step in ((284.0, "training", 1), (294.0, "training", 9), (296.0, "uploading", 0)):
         lease.seen(pb.Progress(key="inner/w1", activity=activity, step=step), now)
     assert loss(lease, steady, 300.0, config) == ""  # 12 s of 15

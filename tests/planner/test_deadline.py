@@ -11,7 +11,8 @@ def test_two_samples_are_needed() -> None:
 
 def test_a_steady_worker_gets_a_quarter_more_than_it_needs() -> None:
     assert predict_s([2.0, 2.0, 2.0], 20) == pytest.approx(40.0)
-    assert deadline_s([2.0, 2.0, 2.0], 20) == pytest.approx(40.0 + 10.0)
+    assert deadline_s([2.0] * 6, 20) == pytest.approx(40.0 + 10.0)
+    assert deadline_s([2.0] * 5, 20) == pytest.approx(40.0 + 40.0)
 
 
 def test_a_short_task_gets_five_seconds_more() -> None:

@@ -155,9 +155,10 @@ def _data(
         tell(f"skipped {where.file}:{where.line}: {where.reason}")
     if data.report.num_skipped:
         tell(data.report.sentence())
+    part = f", the first {recipe.data.max_bytes:,} bytes of it" if recipe.data.max_bytes else ""
     tell(
-        f"data {data.corpus_digest[:23]}: {data.num_documents:,} documents, {data.num_tokens:,} tokens to train on, "
-        f"{data.num_validation_tokens:,} held out"
+        f"data {data.corpus_digest[:23]}{part}: {data.num_documents:,} documents, {data.num_tokens:,} tokens to train "
+        f"on, {data.num_validation_tokens:,} held out"
     )
     return data, deck, data.corpus_digest
 
