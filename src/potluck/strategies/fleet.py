@@ -141,7 +141,11 @@ class Fleet(Protocol):
         ...
 
     async def apply(self, op: Op, *handles: Params, num_outputs: int = 1, **scalars: Any) -> tuple[Params, ...]:
-        """Run `op` over the handles slice by slice into new handles: costs disk, not memory."""
+        """Run `op` over the handles slice by slice into new handles: costs disk, not memory.
+
+        `op` is called in several threads at once, each with slices of its own, so it keeps nothing between calls. A
+        mean that `call` gave is computed here, within the pass, and read again each time it is used.
+        """
         ...
 
     async def norm(self, handle: Params) -> float:
