@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import ssl
@@ -14,6 +15,7 @@ from transport.networks import Handlers, Sockets, run
 from transport.tls import TestAuthority
 
 from potluck.transport.connection import Peer
+from potluck.transport.grpc import server as server_module
 from potluck.transport.grpc.client import GrpcConnection, call_enrol
 from potluck.transport.grpc.options import client_credentials, client_options, host_of, is_loopback
 from potluck.transport.grpc.server import EnrolServer, GrpcServer, bind
@@ -220,6 +222,32 @@ def test_a_port_is_free_again_after_stop():
         await again.close()
         await connection.close()
         await second.stop()
+
+    run(network, SERVICE, main)
+
+
+def test_a_stream_that_is_over_is_let_go_at_once():
+    """Without waiting for a collection of cycles: gRPC's server stops when its last call is let go."""
+    network = Sockets()
+
+    async def main():
+        server = GrpcServer(check_peer=network.check_peer, identity=network.authority.server)
+        port = await server.start(SERVICE, 0, "127.0.0.1")
+        connection = GrpcConnection(f"127.0.0.1:{port}", network.authority.client("w1"))
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                channel = await connection.open("Control")
+                await channel.send(b"x")
+                assert await channel.receive() == b"x"
+                await channel.close()
+            await asyncio.sleep(0.2)
+            assert [o for o in gc.get_objects() if type(o) is server_module._CoordinatorEnd] == []
+            await connection.close()
+            await asyncio.wait_for(server.stop(), 5)
+        finally:
+            gc.enable()
 
     run(network, SERVICE, main)
 

@@ -183,9 +183,11 @@ class _CoordinatorEnd:
         pass  # the coordinator ends a stream by returning from `Service.open`
 
     def finish(self) -> None:
-        """The service is through with it."""
+        """The service is through with it. The call is let go at once, not when cycles are collected: a server stops
+        when its last call has gone."""
         self._reader.close()
         self._writer.close()
+        self._reader, self._writer = Reader(_over), Writer(_too_late)
 
     def lose(self) -> None:
         self._lost.set()
@@ -219,6 +221,14 @@ class _CoordinatorEnd:
 
     def _gone(self) -> ConnectionLost:
         return ConnectionLost(f"{self.peer.id} is gone")
+
+
+async def _over() -> Outcome:
+    return None
+
+
+async def _too_late(message: bytes) -> Outcome:
+    return ConnectionLost("the stream is over")
 
 
 class EnrolServer:
