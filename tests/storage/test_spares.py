@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -78,6 +79,19 @@ def test_an_upload_over_a_spare_holds_only_what_was_sent(tmp_path: Path, size: i
     rest.write(mib, data[mib:])
     rest.finish()
     assert again.path(digest).read_bytes() == data
+
+
+@linux
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_spare_that_became_no_object_is_not_left_behind(tmp_path: Path, fails: bool) -> None:
+    store = ObjectStore(tmp_path)
+    store.put(b"z" * 3 * mib)
+    store.collect(lambda _: False)
+    with contextlib.suppress(CorruptError), store.scratch("version", 3 * mib) as path:
+        assert path.stat().st_size == 3 * mib
+        if fails:
+            raise CorruptError("the version before is cut short")
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.name != "boot"]
 
 
 @linux

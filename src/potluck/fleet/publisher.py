@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,10 +105,9 @@ class Publisher:
                 self._deltas[name] = [*self._deltas.get(name, []), delta][-max_chain:]
                 return delta.target
         whole = codec("fp32") if self._run.down.is_delta else self._run.down_policy
-        path = self._scratch(WHOLE, whole)
-        with self._params.reading(handle) as read:
+        with self._scratch(WHOLE, whole) as path, self._params.reading(handle) as read:
             write_flat_slices(path, WHOLE, read, self._run.layout, whole)
-        return self._objects.adopt(path)
+            return self._objects.adopt(path)
 
     def _delta_or_none(self, base: Digest, handle: Params) -> Delta | None:
         try:
@@ -118,25 +118,26 @@ class Publisher:
     def _encode_delta(self, base: Digest, handle: Params) -> Delta | None:
         """The new version and the way to it; None if it is too far away."""
         layout = self._run.layout
-        change, whole = self._scratch(CHANGE, self._run.down_policy), self._scratch(WHOLE, codec("fp32"))
         squares = [0.0, 0.0]
-        with Bundle.open(self._objects.path(base)) as before, self._params.reading(handle) as theta:
+        with self._scratch(CHANGE, self._run.down_policy) as change:
+            with Bundle.open(self._objects.path(base)) as before, self._params.reading(handle) as theta:
 
-            def read(start: int, stop: int) -> Tensor:
-                now = theta(start, stop)
-                difference = before.flat_slice(WHOLE, layout, start, stop).neg_().add_(now)
-                for i, part in enumerate((now, difference)):
-                    squares[i] += float(np.square(part.numpy(), dtype=np.float64).sum())
-                return difference
+                def read(start: int, stop: int) -> Tensor:
+                    now = theta(start, stop)
+                    difference = before.flat_slice(WHOLE, layout, start, stop).neg_().add_(now)
+                    for i, part in enumerate((now, difference)):
+                        squares[i] += float(np.square(part.numpy(), dtype=np.float64).sum())
+                    return difference
 
-            write_flat_slices(change, CHANGE, read, layout, self._run.down_policy)
-        if math.sqrt(squares[1]) > largest_change * math.sqrt(squares[0]):
-            change.unlink()
-            return None
-        write_sum(whole, self._objects.path(base), change, layout)
-        return Delta(target=self._objects.adopt(whole), base=base, change=self._objects.adopt(change))
+                write_flat_slices(change, CHANGE, read, layout, self._run.down_policy)
+            if math.sqrt(squares[1]) > largest_change * math.sqrt(squares[0]):
+                return None
+            with self._scratch(WHOLE, codec("fp32")) as whole:
+                write_sum(whole, self._objects.path(base), change, layout)
+                target = self._objects.adopt(whole)
+            return Delta(target=target, base=base, change=self._objects.adopt(change))
 
-    def _scratch(self, name: str, chosen: Chosen) -> Path:
+    def _scratch(self, name: str, chosen: Chosen) -> AbstractContextManager[Path]:
         return self._objects.scratch(name, flat_size(name, self._run.layout, chosen))
 
     # What must survive the process

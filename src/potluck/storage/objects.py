@@ -15,8 +15,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
@@ -100,11 +100,18 @@ class ObjectStore:
                 write_atomic(self.path(digest), data, durable=self.durable)
         return digest
 
-    def scratch(self, name: str, size: int) -> Path:
-        """Where to write an object of about `size` bytes that `adopt` will move in. It may hold old bytes."""
+    @contextmanager
+    def scratch(self, name: str, size: int) -> Iterator[Path]:
+        """Where to write an object of about `size` bytes for `adopt` to move in. It may hold old bytes.
+
+        What was not moved in by the end of the block is removed.
+        """
         path = unfinished_name(self.root / name)
         self._spares.take(path, size)
-        return path
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
 
     def adopt(self, path: Path) -> Digest:
         """Move a file in, named by its digest. It must not be written to any more."""

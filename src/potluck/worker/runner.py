@@ -370,11 +370,12 @@ class Runner:
 
     def _apply(self, delta: pb.Delta) -> None:
         """In a file thread. CorruptError if it does not lead where it says."""
-        path = self.folder.objects.scratch("version", flat_size(WHOLE, self.trainer.layout, codec("fp32")))
         base, change = (self.folder.objects.path(check_digest(d)) for d in (delta.base, delta.delta))
-        write_sum(path, base, change, self.trainer.layout)
-        with self._storing:
-            found = self.folder.objects.adopt(path)
+        size = flat_size(WHOLE, self.trainer.layout, codec("fp32"))
+        with self.folder.objects.scratch("version", size) as path:
+            write_sum(path, base, change, self.trainer.layout)
+            with self._storing:
+                found = self.folder.objects.adopt(path)
         if found != delta.target:
             raise CorruptError(f"the difference {delta.delta[:23]} leads to {found[:23]}, not to {delta.target[:23]}")
 
@@ -426,14 +427,14 @@ class Runner:
             raise ValueError(f"{name} has {vector.numel} elements and the model has {layout.numel}")
         spec = parse_spec(lease.up_codec or "fp32")
         policy = CodecPolicy(default=spec.codec.name, rules=self._up_rules)
-        path = self.folder.objects.scratch("result", flat_size(name, layout, policy))
-        write_update(
-            path, name, vector, layout=layout, policy=policy, beta=spec.beta, lease=lease, folder=self.folder,
-            seed=self._seed,
-        )  # fmt: skip
-        with self._storing:
-            digest = self.folder.objects.adopt(path)
-            self._unsent.add(digest)
+        with self.folder.objects.scratch("result", flat_size(name, layout, policy)) as path:
+            write_update(
+                path, name, vector, layout=layout, policy=policy, beta=spec.beta, lease=lease, folder=self.folder,
+                seed=self._seed,
+            )  # fmt: skip
+            with self._storing:
+                digest = self.folder.objects.adopt(path)
+                self._unsent.add(digest)
         return digest
 
     # What to report

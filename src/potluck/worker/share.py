@@ -22,7 +22,7 @@ from potluck.clock import Clock, Executor
 from potluck.storage.digest import file_name
 from potluck.storage.files import FolderLock, full_disk_named, unfinished_name, write_atomic
 from potluck.storage.objects import ObjectStore
-from potluck.types.errors import PotluckError
+from potluck.types.errors import PotluckError, ResourceError
 from potluck.types.ids import Digest
 
 wait_s = 0.2
@@ -75,7 +75,9 @@ class MachineShare:
 
 
 def _write_arrived(folder: Path, num_bytes: int) -> None:
-    with contextlib.suppress(OSError):  # on a full disk the others see no progress, and the download itself fails
+    with contextlib.suppress(
+        OSError, ResourceError
+    ):  # on a full disk the others see no progress, and the download itself fails
         write_atomic(folder / "arrived", str(num_bytes).encode())
 
 
