@@ -40,3 +40,4 @@ def test_the_event_loop_never_stalls(tmp_path: Path, stall_watchdog: Callable[[f
     assert result.stopped == ""
     assert {w.id for w in result.workers} == {"anna", "bert"}
     assert [e.detail["workers"] for e in events if e.kind == "round"] == [["anna", "bert"]] * 4
+    assert list(tmp_path.rglob("spare")) and not list(tmp_path.rglob("spare/*"))  # used while it ran, gone with it

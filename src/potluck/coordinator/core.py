@@ -388,6 +388,8 @@ class Coordinator:
     def _close(self) -> None:
         self._write_traffic()
         self.ledger.close()
+        self.objects.spares.clear()
+        self.params.spares.clear()
 
     def _write_traffic(self) -> None:
         """What moved since it was last written down."""

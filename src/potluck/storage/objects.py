@@ -54,7 +54,7 @@ class ObjectStore:
         self._partial_folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._partials: dict[Digest, PartialObject] = {}
-        self._spares = Spares(root)
+        self.spares = Spares(root)
         remove_unfinished(root)
         if not durable and not is_same_boot(root):
             for digest in self.digests():
@@ -107,7 +107,7 @@ class ObjectStore:
         What was not moved in by the end of the block is removed.
         """
         path = unfinished_name(self.root / name)
-        self._spares.take(path, size)
+        self.spares.take(path, size)
         try:
             yield path
         finally:
@@ -138,7 +138,7 @@ class ObjectStore:
         """Remove an object and what is here of it. Nothing happens if there is none."""
         with self._lock:
             self._drop_partial(digest)
-            self._spares.retire([self.path(digest)])
+            self.spares.retire([self.path(digest)])
 
     def collect(self, is_kept: Callable[[Digest], bool], *, partial_age_s: float = 3600.0) -> int:
         """Remove every object that is not kept, and partial ones that nobody added to for so long; bytes freed.
@@ -150,7 +150,7 @@ class ObjectStore:
         for digest in self.digests():
             with self._lock:
                 if not is_kept(digest):
-                    freed += self._spares.retire([self.path(digest)])
+                    freed += self.spares.retire([self.path(digest)])
         with self._lock:
             oldest = time.time() - partial_age_s
             for path in list(self._partial_folder.iterdir()):
@@ -187,7 +187,7 @@ class ObjectStore:
             self._require_room(size - _size(path))
             if not goes_on:
                 _offset_path(path).write_bytes(bytes(_offset_bytes))  # before the file: its old bytes count as none
-                if not self._spares.take(path, size):
+                if not self.spares.take(path, size):
                     path.touch()
             try:
                 self._require_free(path, size)
@@ -244,7 +244,7 @@ class ObjectStore:
         try:
             require_free(path, size - _size(path))
         except ResourceError:
-            if not self._spares.clear():
+            if not self.spares.clear():
                 raise
             require_free(path, size - _size(path))
 

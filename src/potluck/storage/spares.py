@@ -62,7 +62,7 @@ class Spares:
         return False
 
     def clear(self) -> int:
-        """Remove all spares, since the disk is needed; bytes freed."""
+        """Remove all spares: the disk is needed, or nothing more will be written; bytes freed."""
         with self._lock:
             paths = list(self._kept)
             self._kept.clear()

@@ -97,6 +97,8 @@ class Agent:
                     self.runner.cancel()
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
+            if self.runner is not None:
+                self.runner.folder.objects.spares.clear()
 
     def leave(self) -> None:
         """Hand everything back and go; the coordinator is told first if it can be reached."""
