@@ -192,3 +192,26 @@ def test_after_a_restart_workers_have_time_to_find_the_coordinator() -> None:
 def test_attempts_and_issues_never_collide_on_the_wire() -> None:
     seen = {wire_attempt(a, i) for a in range(20) for i in range(50)}
     assert len(seen) == 1000
+
+
+def test_a_large_fleet_is_asked_for_fewer_signs_of_life() -> None:
+    async def main() -> None:
+        roster = Roster(config)
+        everyone = [roster.arrive(WorkerId(f"w{i}"), DeviceProfile(device="cpu"), 0.0) for i in range(1000)]
+        connections = [roster.connect(each, 0.0) for each in everyone]
+        first = everyone[0]
+        assert first.heartbeat_s == config.heartbeat_s
+        first.changed.clear()
+        roster.heard(first)
+        assert first.changed.is_set()  # it is to be told
+        assert roster.tell_heartbeat(first) == 4.0
+        assert absence(first, 12.0, config) == ""
+        assert absence(first, 12.1, config) == "w0 has not been heard for 12 s"
+        for each, connection in zip(everyone[1:], connections[1:], strict=True):
+            roster.disconnect(each, connection, 1.0)
+        assert roster.tell_heartbeat(first) == config.heartbeat_s
+        assert absence(first, 12.0, config) == ""  # it may not have read it yet
+        roster.heard(first)
+        assert absence(first, 12.0, config) == "w0 has not been heard for 12 s"
+
+    asyncio.run(main())

@@ -190,8 +190,9 @@ async def _idle_client(
     control = await connection.open("Control")
 
     async def read() -> None:
-        while await control.receive() is not None:
-            pass
+        nonlocal heartbeat_s
+        while (message := await control.receive()) is not None:
+            heartbeat_s = pb.Desired.FromString(message).heartbeat_s or heartbeat_s
 
     reading = asyncio.create_task(read())
     sequence = 0

@@ -141,16 +141,16 @@ class CoordinatorService:
 
     async def _read_reports(self, member: Member, channel: Channel) -> None:
         heartbeat_s, clock = self.run.config.heartbeat_s, self.run.clock
-        limit_s = missed_heartbeats * heartbeat_s
         num_reports, since = 0, clock.now()
         while True:
             if num_reports >= MAX_REPORTS:
                 await clock.sleep(max(0.0, since + heartbeat_s - clock.now()))
                 num_reports, since = 0, clock.now()
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(missed_heartbeats * member.heartbeat_s):
                 message = await channel.receive()
             if message is None:
                 return
+            self.run.roster.heard(member)
             num_reports += 1 + len(message) // REPORT_BYTES
             self.run.intake.report(member, parse(pb.Report, message))
 
@@ -183,6 +183,7 @@ class CoordinatorService:
             stop_reason=run.stop_reason,
             inputs=self._inputs(leases),
             round=state.round if state else 0,
+            heartbeat_s=run.roster.tell_heartbeat(member),
         )
 
     def _inputs(self, leases: Sequence[OpenLease]) -> list[pb.SessionInput]:

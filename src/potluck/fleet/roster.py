@@ -15,6 +15,8 @@ from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile
 
 missed_heartbeats = 3
+most_reports_per_s = 250.0
+"""Of all workers together: a larger fleet is asked for fewer signs of life from each."""
 history_length = 16
 
 LeaseId = tuple[int, int, str]
@@ -39,6 +41,8 @@ class Member:
     progress: pb.Progress | None = None
     seconds_per_unit: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # by task name
     verdicts: dict[LeaseId, pb.Verdict] = field(default_factory=dict[LeaseId, pb.Verdict])
+    heartbeat_s: float = 0.0  # how often it has to be heard
+    told_heartbeat_s: float = 0.0  # the same, as it was last told
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # something new to tell it
     data_changed: asyncio.Event = field(default_factory=asyncio.Event)  # new operands to send it
     connection: int = 0  # which of its connections is the current one
@@ -77,7 +81,7 @@ def absence(member: Member, now: float, config: FleetConfig) -> str:
         away_s = now - member.away_since
         return f"{member.id} has been away for {away_s:.0f} s" if away_s >= config.reconnect_s else ""
     silent_s = now - member.last_seen
-    if silent_s > missed_heartbeats * config.heartbeat_s:
+    if silent_s > missed_heartbeats * max(member.heartbeat_s, config.heartbeat_s):
         return f"{member.id} has not been heard for {silent_s:.0f} s"
     return ""
 
@@ -103,6 +107,7 @@ class Roster:
         self.config = config
         self.members: dict[WorkerId, Member] = {}
         self._changed = asyncio.Event()
+        self._num_connected = 0
 
     def arrive(self, id: WorkerId, profile: DeviceProfile, now: float) -> Member:
         """A worker said hello: new, or back under its old name with its record kept."""
@@ -119,14 +124,33 @@ class Roster:
     def connect(self, member: Member, now: float) -> int:
         """Its control stream opened; a stream it had before is void. Returns the number of this connection."""
         member.connection += 1
+        self._num_connected += not member.connected
         member.connected = True
+        member.heartbeat_s = member.told_heartbeat_s = self.config.heartbeat_s
         member.leaving = False
         member.last_seen = now
         self.signal()
         return member.connection
 
+    def heard(self, member: Member) -> None:
+        """It has read what it was last told, and is told again once the fleet has grown or shrunk much."""
+        member.heartbeat_s = member.told_heartbeat_s
+        if not 0.8 <= self._heartbeat_s / member.heartbeat_s <= 1.25:
+            member.changed.set()
+
+    def tell_heartbeat(self, member: Member) -> float:
+        """How often it has to report from now on. Until it has read so, the longer time counts."""
+        member.told_heartbeat_s = self._heartbeat_s
+        member.heartbeat_s = max(member.heartbeat_s, member.told_heartbeat_s)
+        return member.told_heartbeat_s
+
+    @property
+    def _heartbeat_s(self) -> float:
+        return max(self.config.heartbeat_s, self._num_connected / most_reports_per_s)
+
     def disconnect(self, member: Member, connection: int, now: float) -> None:
         if member.connection == connection:
+            self._num_connected -= member.connected
             member.connected = False
             member.away_since = now
             member.progress = None

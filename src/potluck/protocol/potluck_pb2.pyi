@@ -153,7 +153,7 @@ class Verdict(_message.Message):
     def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., verdict: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Desired(_message.Message):
-    __slots__ = ("sequence", "leases", "adopted_version", "verdicts", "phase", "stopping", "stop_reason", "inputs", "round", "held_versions")
+    __slots__ = ("sequence", "leases", "adopted_version", "verdicts", "phase", "stopping", "stop_reason", "inputs", "round", "held_versions", "heartbeat_s")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class Desired(_message.Message):
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     HELD_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     leases: _containers.RepeatedCompositeFieldContainer[Lease]
     adopted_version: str
@@ -174,7 +175,8 @@ class Desired(_message.Message):
     inputs: _containers.RepeatedCompositeFieldContainer[SessionInput]
     round: int
     held_versions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, sequence: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., adopted_version: _Optional[str] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., phase: _Optional[str] = ..., stopping: _Optional[bool] = ..., stop_reason: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[SessionInput, _Mapping]]] = ..., round: _Optional[int] = ..., held_versions: _Optional[_Iterable[str]] = ...) -> None: ...
+    heartbeat_s: float
+    def __init__(self, sequence: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., adopted_version: _Optional[str] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., phase: _Optional[str] = ..., stopping: _Optional[bool] = ..., stop_reason: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[SessionInput, _Mapping]]] = ..., round: _Optional[int] = ..., held_versions: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
 
 class SessionInput(_message.Message):
     __slots__ = ("key", "step", "arguments_json", "objects")

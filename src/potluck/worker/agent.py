@@ -29,6 +29,7 @@ first_wait_s = 0.5
 longest_wait_s = 5.0
 MAX_RUN_JSON_BYTES = 1 << 26
 MAX_SENTENCE_LENGTH = 500
+MAX_HEARTBEAT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class Agent:
         self.runner: Runner | None = None
         self.spec: RunSpec | None = None
         self._reconnect = asyncio.Event()
+        self._heartbeat_s = 0.0  # as the coordinator last said; 0 for as the run's description says
         self.ended = ""  # why the run ended, as the coordinator said it
 
     async def work(self) -> None:
@@ -190,6 +192,8 @@ class Agent:
         runner = self.runner_ready()
         while (message := await control.receive()) is not None:
             desired = parse(pb.Desired, message)
+            if 0.0 <= desired.heartbeat_s <= MAX_HEARTBEAT_S:
+                self._heartbeat_s = desired.heartbeat_s
             await runner.desire(desired)
             if desired.stopping:
                 self.ended = printable(desired.stop_reason, MAX_SENTENCE_LENGTH) or "the run ended"
@@ -220,7 +224,7 @@ class Agent:
                 await self._clock.sleep(0.2)  # let the message out before the stream closes
                 return
             try:
-                async with asyncio.timeout(self.spec.heartbeat_s):
+                async with asyncio.timeout(self._heartbeat_s or self.spec.heartbeat_s):
                     await runner.changed.wait()
             except TimeoutError:
                 continue
