@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -140,3 +141,12 @@ def test_the_section_of_a_recipe() -> None:
         CompressionConfig(candidates=("fp32", "int9"))
     with pytest.raises(ValueError, match="at least 1 item"):
         CompressionConfig(candidates=())
+
+
+def test_an_absurd_claim_lengthens_nobody_s_round() -> None:
+    """Who says that its link or its codecs are slow beyond measure, and answered in 3 s."""
+    honest = sender("honest", 1e5, current="int8")  # 10 s in int8, 40 s in fp32
+    for lie in (sender("liar", 1e-18), sender("liar", 1e9, fp32=1e-18, bf16=1e-18, int8=1e-18)):
+        assert chosen([honest, lie])[0] == "fp32"  # nothing is known of it yet
+        assert chosen([honest, replace(lie, longest_s=3.0)])[0] == "int8"
+    assert chosen([replace(honest, longest_s=3.0), replace(lie, longest_s=3.0)])[0] == "int8"

@@ -58,6 +58,7 @@ class UpEncoding:
             up_bytes_per_s=member.up_bytes_per_s,
             compute_s=predict_s(member.seconds_per_unit.get(task, []), units) or 0.0,
             rtt_s=member.profile.link.rtt_s,
+            longest_s=member.longest_s(task),
             current=current,
             encode_bytes_per_s=_speeds(member),
         )

@@ -40,6 +40,7 @@ class Member:
     num_quarantines: int = 0
     progress: pb.Progress | None = None
     seconds_per_unit: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # by task name
+    seconds_in_all: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # from lease to result
     verdicts: dict[LeaseId, pb.Verdict] = field(default_factory=dict[LeaseId, pb.Verdict])
     heartbeat_s: float = 0.0  # how often it has to be heard
     told_heartbeat_s: float = 0.0  # the same, as it was last told
@@ -49,11 +50,15 @@ class Member:
     note: str = ""
     noted_at: float = -math.inf
 
-    def observe(self, task: str, seconds: float, units: float) -> None:
-        """Remember how long a finished task took."""
-        past = self.seconds_per_unit.setdefault(task, [])
-        past.append(seconds / max(units, 1.0))
-        del past[:-history_length]
+    def observe(self, task: str, seconds: float, units: float, *, in_all_s: float = math.inf) -> None:
+        """Remember how long a finished task took, and how long it was until its result was here."""
+        for past, took in ((self.seconds_per_unit, seconds / max(units, 1.0)), (self.seconds_in_all, in_all_s)):
+            past.setdefault(task, []).append(took)
+            del past[task][:-history_length]
+
+    def longest_s(self, task: str) -> float:
+        """What its results took in all at most, by the coordinator's own clock; inf while there is none."""
+        return max(self.seconds_in_all.get(task, []), default=math.inf)
 
     def forget(self, task: str) -> None:
         """A machine that became slower for good would otherwise miss every deadline from then on."""

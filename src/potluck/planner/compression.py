@@ -1,12 +1,14 @@
 """Which codec each worker sends its update with: no more compression than the round's time asks for.
 
     T_i(k) = compute_i + rtt_i + 4 N ratio_k / rate_i + 4 N / encode_i(k)
-    R      = max_i min_k T_i(k)                  a synchronous round ends with its slowest worker, at its best
+    R      = max_i min(S_i, min_k T_i(k))        a synchronous round ends with its slowest worker, at its best
     k_i    = the least distorting k with T_i(k) <= R
 
 N parameters in fp32; the distortion of a codec is E |x - decoded|^2 / |x|^2, and only codecs within the bound are
-candidates. A worker changes codec only where it matters: to a smaller one if that takes more than a tenth off its own
-round, to a larger one if that still leaves it a tenth of R. So rates that wander do not make the codecs flap.
+candidates. Rates are what workers say of themselves; S_i is the longest that any result of i took in all, as the
+coordinator saw it, so that one who says absurd things of its link lengthens nobody's round. A worker changes codec
+only where it matters: to a smaller one if that takes more than a tenth off its own round, to a larger one if that still
+leaves it a tenth of R. So rates that wander do not make the codecs flap.
 
 Kindred work compresses every worker alike, or by rate alone (ACE-Sync and others): a fast link then pays in quality
 for time that the slow one spends anyway.
@@ -74,6 +76,7 @@ class Sender:
     up_bytes_per_s: float  # 0 for not known yet
     compute_s: float
     rtt_s: float = 0.0
+    longest_s: float = math.inf  # what its results took in all at most; inf for not known yet
     current: str = ""  # the codec it used last, "" for none
     encode_bytes_per_s: Mapping[str, float] = field(default_factory=dict[str, float])  # measured, by codec
 
@@ -105,11 +108,12 @@ def choose(
         for s in senders
         if s.up_bytes_per_s > 0
     }
-    round_s = max((min(each.values()) for each in times.values()), default=0.0)
+    round_s = max((min(s.longest_s, *times[s.id].values()) for s in senders if s.id in times), default=0.0)
     chosen: dict[WorkerId, Choice] = {}
     for sender in senders:
         if sender.id in times:
-            chosen[sender.id] = _choose_one(sender, allowed, times[sender.id], round_s)
+            own_s = max(round_s, min(times[sender.id].values()))  # it may be slower than it ever was
+            chosen[sender.id] = _choose_one(sender, allowed, times[sender.id], own_s)
         else:
             chosen[sender.id] = _blind(sender, allowed)
     return chosen
