@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from potluck.fleet.claims import Claims
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.roster import LeaseId, Member, absence
 from potluck.planner.deadline import deadline_s
@@ -53,7 +54,7 @@ class OpenLease:
     outcome: asyncio.Future[Outcome]
     started_at: float = 0.0  # when it was first seen to be worked on, 0 for not yet
     worked_until: float = 0.0  # when its result was first seen on its way, 0 for not yet
-    progress_mark: tuple[str, int] = ("", -1)
+    claims: Claims = field(default_factory=Claims)
     checking: bool = False  # its result is being validated
     claimed: bool = True  # a verb waits for it; after a restart not until the round has been run again up to there
 
@@ -68,9 +69,8 @@ class OpenLease:
 
     def seen(self, progress: pb.Progress, now: float) -> None:
         """The worker says how far it is."""
-        mark = (progress.activity, progress.step)
-        if mark != self.progress_mark:
-            self.progress_mark, self.progress_at = mark, now
+        if self.claims.is_progress(progress.activity, progress.step):
+            self.progress_at = now
         if progress.activity == "training" and not self.started_at:
             self.started_at = now
         if progress.activity == "uploading" and self.started_at and not self.worked_until:
@@ -122,7 +122,7 @@ def loss(lease: OpenLease, member: Member | None, now: float, config: FleetConfi
     if lease.message.kind == "session":
         return ""
     if is_stuck(lease, now, config):
-        stuck_s, at = now - lease.progress_at, lease.progress_mark[0] or "not started"
+        stuck_s, at = now - lease.progress_at, lease.claims.activity or "not started"
         return f"{member.id} has made no progress for {stuck_s:.0f} s ({at})"
     return overdue(lease, member, now) if config.deadlines and not is_alone else ""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from potluck.aggregation.report import Report
 from potluck.clock import Clock, Lanes
 from potluck.fleet.attempt import Attempt, read_attempt
+from potluck.fleet.claims import claims_of
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.encoding import UpEncoding
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, is_stuck, loss, overdue, wire_attempt
@@ -585,6 +586,7 @@ class LiveFleet:
             issued_at=now,
             progress_at=now,
             outcome=asyncio.get_running_loop().create_future(),
+            claims=claims_of(message, self.objects, self._run.layout),
         )
         if lease.id in self.book.open:
             lease = self.book.open[lease.id]
