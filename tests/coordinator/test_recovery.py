@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract.checks import cost_s
@@ -13,10 +17,13 @@ from potluck.coordinator.events import Event
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb
 from potluck.simulator.world import World
-from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+from potluck.storage.params import ParamStore
+from potluck.strategies.diloco import DiLoCo, DiLoCoConfig, DiLoCoState, inner
+from potluck.strategies.fleet import Fleet, weighted_mean
 from potluck.transport.memory import Link
 from potluck.transport.pace import Limits
 from potluck.types.ids import Digest
+from potluck.types.params import Params
 
 
 def test_a_checkpoint_in_the_middle_of_a_round_loses_no_data_and_counts_none_twice(tmp_path: Path) -> None:
@@ -164,3 +171,82 @@ def test_an_update_that_was_lost_here_is_sent_again_and_its_work_is_not_done_aga
     assert len([e for e in world.events if e.kind == "round"]) == 2
     assert len(done) == 2
     assert world.trace[-1][0] - world.trace[0][0] < 30.0
+
+
+@pytest.mark.parametrize("loss", ["gone", "torn", "old bytes"])
+def test_an_accepted_update_that_the_disk_lost_costs_its_round_and_not_the_run(tmp_path: Path, loss: str) -> None:
+    """As after a power cut: the ledger knows the update, and its bytes are not what came."""
+    problem = Problem(num_rounds=2, validate=False)
+    problem.fleet = FleetConfig(min_workers=2, no_progress_s=200.0, max_discarded_rounds=2)
+
+    async def main() -> World:
+        world = World(
+            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=1.0))), problem.make_deck, tmp_path,
+            clock=VirtualClock(), make_executor=InlineExecutor,
+        )  # fmt: skip
+        await world.start()
+        world.add("w1", cost_s=lambda _: 1.0)
+        world.add("w2", cost_s=lambda _: 30.0)
+        await world.clock.sleep(20.0)
+        assert world.run is not None
+        (reply,) = world.run.ledger.replies(0, 0)
+        path = world.run.objects.path(Digest(reply.object))
+        await world.crash_coordinator()
+        match loss:
+            case "gone":
+                path.unlink()
+            case "torn":
+                path.write_bytes(path.read_bytes()[:100])
+            case _:
+                path.write_bytes(bytes(path.stat().st_size))
+                (path.parent / "boot").write_text("another")
+        await world.start()
+        await world.finish()
+        return world
+
+    world = run_virtual(main())
+    assert [e.detail["workers"] for e in world.events if e.kind == "round"] == [["w1", "w2"]] * 2
+    (discarded,) = [e.text for e in world.events if e.kind == "discarded"]
+    assert "an accepted update cannot be read any more" in discarded
+    assert not [e.text for e in world.events if e.kind == "lost"]
+
+
+class Adopts(DiLoCo):
+    """A method whose state is the aggregate itself."""
+
+    async def run_round(self, state: DiLoCoState, fleet: Fleet) -> DiLoCoState:
+        work = inner.bind(theta=state.params, num_steps=1, progress=(0.0, 1.0)).granted(4)
+        got = await fleet.call(
+            {w.id: work for w in fleet.workers()}, key="inner", min_replies=1,
+            reduce=weighted_mean("delta", by="num_tokens"),
+        )  # fmt: skip
+        return replace(
+            state, params=got.reduced, round=state.round + 1, tokens=state.tokens + int(got.sum("num_tokens"))
+        )
+
+
+def test_an_aggregate_that_cannot_be_written_discards_its_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoilt: list[Path] = []
+
+    def settle(store: ParamStore, handles: Iterable[Params], settle: Any = ParamStore.settle) -> None:
+        if store._deferred and not spoilt:
+            spoilt.extend(p for p in tmp_path.glob("coordinator/objects/blake3-*") if p.stat().st_size > 20_000)
+            for path in spoilt:
+                path.unlink()
+        settle(store, handles)
+
+    monkeypatch.setattr(ParamStore, "settle", settle)
+    problem = Problem(num_rounds=2, validate=False, fleet=FleetConfig(min_workers=1, no_progress_s=200.0))
+
+    async def main() -> World:
+        plan = problem.plan(Adopts(DiLoCoConfig(num_inner_steps=1)))
+        world = World(plan, problem.make_deck, tmp_path, clock=VirtualClock(), make_executor=InlineExecutor)
+        await world.start()
+        world.add("w1", cost_s=lambda _: 1.0)
+        await world.finish()
+        return world
+
+    events = run_virtual(main()).events
+    assert [e.kind for e in events if e.kind in ("round", "discarded")] == ["discarded", "round", "round"]

@@ -132,7 +132,7 @@ def accepted() -> Iterator[None]:
     """Updates that were checked when they came: where one cannot be read, the disk has lost it since."""
     try:
         yield
-    except (InvalidUpdate, CorruptError) as error:
+    except (InvalidUpdate, CorruptError, OSError) as error:
         raise RoundFailed(f"an accepted update cannot be read any more: {error}") from error
 
 

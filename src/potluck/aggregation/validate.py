@@ -15,7 +15,7 @@ def check_update(path: Path, name: str, layout: Layout, *, max_norm: float = mat
     try:
         with Bundle.open(path) as bundle:
             norm = bundle.check_flat(name, layout)
-    except CorruptError as error:
+    except (CorruptError, OSError) as error:
         raise InvalidUpdate(f"the update cannot be read: {error}") from error
     if norm > max_norm:
         raise InvalidUpdate(

@@ -249,6 +249,10 @@ class Coordinator:
                 "the run continues from its last committed round with --resume"
             )
 
+    async def settle(self, proposed: State) -> None:
+        """Have on the disk what a proposed state keeps. RoundFailed if that cannot be made."""
+        await self.lanes.compute.run(self.params.settle, proposed.handles())
+
     async def commit(self, state: State, proposed: State) -> State:
         """The round counts, from the ledger's transaction on."""
         async with self.whole:
@@ -261,7 +265,6 @@ class Coordinator:
         row = CommitRow(
             round=state.round, attempt=self._attempt, state=proposed.to_json(), deal=deal, accepted=accepted
         )
-        await self.lanes.compute.run(self.params.settle, proposed.handles())
         await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())
         self.fleet.end(committed=True)
         self.state = proposed

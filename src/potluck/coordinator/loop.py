@@ -20,6 +20,7 @@ async def train(run: Coordinator) -> State:
         await run.begin(state)
         try:
             proposed = await run.strategy.run_round(state, run.fleet)
+            await run.settle(proposed)
         except RoundFailed as reason:
             await run.discard(state, str(reason))  # raises after too many in a row, with the last reason
             continue

@@ -24,7 +24,7 @@ from potluck.fleet.roster import LeaseId, Member
 from potluck.protocol import pb
 from potluck.storage.digest import check_digest
 from potluck.strategies.task import installed
-from potluck.types.errors import Refused
+from potluck.types.errors import CorruptError, Refused
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile
 from potluck.types.untrusted import printable
@@ -167,6 +167,9 @@ class Intake:
             if lease.id not in self._fleet.book.open:  # the round ended, and what was sent may be gone since
                 self._verdict(member, lease.id, "dropped", "nobody waits for it any more")
                 return
+            if result.object and await self._lanes.compute.run(self._is_lost, result.object):
+                self._verdict(member, (result.round, result.attempt, result.key), "missing", "send it again")
+                return
             fault = printable(str(refused), MAX_ERROR_LENGTH)  # it may quote what was sent
             reason = f"{member.id} sent a result that was refused: {fault}"
             self._verdict(member, lease.id, "refused", fault)
@@ -179,7 +182,8 @@ class Intake:
         if "@" in result.key:
             await self._fleet.emitted(lease, result.step, scalars, result.object)
         else:
-            member.observe(lease.message.task, self._seconds(lease, result), lease.units)
+            in_all_s = self._clock.now() - lease.issued_at
+            member.observe(lease.message.task, self._seconds(lease, result), lease.units, in_all_s=in_all_s)
             is_first = await self._fleet.accept(lease, scalars, result.object, inline)
         verdict = ("accepted", "") if is_first else ("dropped", "another worker was first")
         self._verdict(member, (result.round, result.attempt, result.key), *verdict)
@@ -233,6 +237,14 @@ class Intake:
         if lease.expects is not None:
             limit = self._fleet.config.max_update_norm or math.inf
             check_update(path, lease.expects.name, self._fleet.run.layout, max_norm=limit)
+
+    def _is_lost(self, digest: str) -> bool:
+        """Whether this machine's disk has spoilt an object since it came; it is removed then."""
+        try:
+            self._fleet.objects.verify(check_digest(digest))
+        except (CorruptError, FileNotFoundError):
+            return True
+        return False
 
     def _verdict(self, member: Member, id: LeaseId, verdict: str, reason: str) -> None:
         round, attempt, key = id
