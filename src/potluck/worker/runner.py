@@ -145,7 +145,9 @@ class Runner:
         """In a file thread, so on copies of what the event loop changes."""
         with self._storing:
             needed = {Digest(r.object) for r in list(self.results.values()) if r.object}
-            needed |= {Digest(d) for lease in list(self.wanted.values()) for d in lease.objects}
+            leases = list(self.wanted.values())
+            needed |= {Digest(d) for lease in leases for d in lease.objects}
+            needed |= {Digest(d) for lease in leases for delta in lease.deltas for d in (delta.base, delta.delta)}
             needed |= {digest for digests in list(self._recent) for digest in digests}
             needed |= {digest for post in list(self.posts.values()) for digest in post.objects()}
             needed |= {Digest(d) for given in list(self._inputs) for d in given.objects}

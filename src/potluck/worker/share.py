@@ -83,7 +83,7 @@ def _write_arrived(folder: Path, num_bytes: int) -> None:
 
 def _read_arrived(folder: Path) -> int:
     try:
-        return int((folder / "arrived").read_bytes()[:20])
+        return min(max(int((folder / "arrived").read_bytes()[:20]), 0), 1 << 60)
     except (OSError, ValueError):
         return 0
 
