@@ -18,6 +18,7 @@ from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import write_flat
 from potluck.contract.problem import Problem
+from potluck.coordinator.service import MAX_TRANSFERS
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb, upload_purpose, version
 from potluck.protocol.frames import pack_chunk, pack_data
@@ -25,6 +26,7 @@ from potluck.simulator.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.transport.connection import Connection, Peer
 from potluck.transport.memory import Link
+from potluck.transport.objects import _crowd
 from potluck.types.errors import ConnectionLost, Refused
 from potluck.types.ids import WorkerId
 from potluck.types.params import Layout
@@ -352,3 +354,50 @@ def test_a_worker_has_one_stream_for_inline_results(tmp_path: Path) -> None:
         return num_open
 
     assert attacked(tmp_path, attack)[1] == 1
+
+
+def test_invented_progress_holds_no_round_for_ever(tmp_path: Path) -> None:
+    """A member that takes work and says each second that it is a step further, or back."""
+
+    async def attack(world: World, connection: Connection) -> list[str]:
+        await connection.call("Welcome", hello)
+        control = await connection.open("Control")
+        leases: dict[str, pb.Lease] = {}
+
+        async def hear() -> None:
+            while (message := await control.receive()) is not None:
+                leases.clear()
+                leases.update((lease.key, lease) for lease in pb.Desired.FromString(message).leases)
+
+        hearing = asyncio.create_task(hear())
+        for second in range(400):
+            progress = [
+                pb.Progress(key=x.key, attempt=x.attempt, activity="training", step=second % 2) for x in leases.values()
+            ]
+            await control.send(pb.Report(progress=progress).SerializeToString())
+            await world.clock.sleep(1.0)
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+        return [str(e.text) for e in world.events if e.kind == "lost"]
+
+    world, lost = attacked(tmp_path, attack)
+    assert lost and all(text.startswith("flood has made no progress for") for text in lost)
+    assert max(e.detail["seconds"] for e in world.events if e.kind == "round") < 120.0
+
+
+def test_a_worker_has_so_many_object_streams_and_none_that_stands_still(tmp_path: Path) -> None:
+    async def attack(world: World, connection: Connection) -> tuple[int, int, list[str]]:
+        await connection.call("Welcome", hello)
+        streams = [await connection.open("PutObject") for _ in range(3 * MAX_TRANSFERS)]
+        ends = [asyncio.ensure_future(stream.receive()) for stream in streams]
+        await world.clock.sleep(1.0)
+        num_open = sum(not end.done() for end in ends)
+        await world.clock.sleep(20.0)
+        await asyncio.gather(*ends, return_exceptions=True)
+        return num_open, _crowd._num, [str(end.exception()) for end in ends]
+
+    _, (num_open, num_left, reasons) = attacked(tmp_path, attack)
+    assert (num_open, num_left) == (MAX_TRANSFERS, 0)
+    assert sorted(set(reasons)) == [
+        "a transfer of flood stood still for 20 s", "flood has 8 transfers under way; end one or wait"
+    ]  # fmt: skip

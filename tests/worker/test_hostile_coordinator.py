@@ -172,6 +172,7 @@ def info(size: int) -> bytes:
     [
         [info(1 << 62)], [info(3), pack_chunk(0, b"x" * 100)], [info(3), pack_chunk(0, b"abc")], [b"\xff\xff"],
         [info(300), pack_chunk(200, b"abc")], [info(300), b"hello" * 10], [info(0)], [info(300), b""],
+        [info(300), *[pack_chunk(0, b"")] * 50],
     ],
 )  # fmt: skip
 def test_an_object_that_is_not_what_was_promised_costs_the_task(

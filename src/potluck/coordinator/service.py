@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from potluck.codecs.base import codec
@@ -33,6 +35,8 @@ arrival_interval_s = 0.5
 CONTROLS_AT_ONCE = 4  # a link that breaks again and again is taken up without delay so often
 MAX_ARRIVAL_WAIT_S = 10.0
 MAX_UPLOADS = 4  # for one task: a worker that was restarted may have another result
+MAX_TRANSFERS = 8
+"""Object streams of one worker at once. It needs one; those of a link that broke take a while to end."""
 upload_slack = 1.25
 """An upload may be this many times the size that the run's codec gives."""
 
@@ -47,6 +51,7 @@ class CoordinatorService:
         self.unary: dict[str, Unary] = {"Welcome": self._welcome, "Status": self._status}
         run_size = flat_size("params", run.plan.layout, codec("fp32"))
         self._turns: dict[tuple[str, WorkerId], float] = {}  # when its next arrival of a kind has its turn
+        self._num_transfers: Counter[WorkerId] = Counter()
         self._data_over: dict[WorkerId, asyncio.Event] = {}  # ends the Data stream that it has now
         self._max_upload_bytes = int(run_size * upload_slack) + (1 << 20)
 
@@ -68,16 +73,9 @@ class CoordinatorService:
                 await self._control(member, channel)
             case "Data":
                 await self._data(member, channel)
-            case "GetObject":
-                paced = PacedChannel(channel, self.run.pacer, member.id)
-                await objects.serve_get(paced, self.run.objects, self.run.lanes.transfers, self._may_fetch(member))
-            case "PutObject":
-                paced = PacedChannel(channel, self.run.pacer, member.id)
-                try:
-                    await objects.serve_put(paced, self.run.objects, self.run.lanes.transfers, self._may_store(member))
-                except ResourceError as error:
-                    self.run.fail(error)  # this machine's disk is full: no worker can mend that
-                    raise
+            case "GetObject" | "PutObject":
+                with self._transfer_of(member.id):
+                    await self._transfer(member, method, channel)
             case _:
                 raise Refused(f"this coordinator does not know the stream {method}")
 
@@ -234,6 +232,29 @@ class CoordinatorService:
             await member.data_changed.wait()
 
     # Objects
+
+    @contextmanager
+    def _transfer_of(self, worker: WorkerId) -> Iterator[None]:
+        """All transfers share what may be on its way, so one worker must not have any number of them."""
+        if self._num_transfers[worker] >= MAX_TRANSFERS:
+            raise ConnectionLost(f"{worker} has {MAX_TRANSFERS} transfers under way; end one or wait")
+        self._num_transfers[worker] += 1
+        try:
+            yield
+        finally:
+            self._num_transfers[worker] -= 1
+
+    async def _transfer(self, member: Member, method: str, channel: Channel) -> None:
+        run = self.run
+        paced = PacedChannel(channel, run.pacer, member.id, patience_s=run.config.no_progress_s)
+        if method == "GetObject":
+            await objects.serve_get(paced, run.objects, run.lanes.transfers, self._may_fetch(member))
+            return
+        try:
+            await objects.serve_put(paced, run.objects, run.lanes.transfers, self._may_store(member))
+        except ResourceError as error:
+            run.fail(error)  # this machine's disk is full: no worker can mend that
+            raise
 
     def _may_fetch(self, member: Member) -> Callable[[Digest], bool]:
         """What its leases name, and what every member of the run may have."""

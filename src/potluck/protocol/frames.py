@@ -54,6 +54,8 @@ def unpack_chunk(frame: bytes) -> tuple[int, memoryview]:
         raise CorruptError(f"a chunk frame has {len(frame)} bytes, fewer than its header")
     offset, length, checksum = _CHUNK.unpack_from(frame)
     data = memoryview(frame)[_CHUNK.size :]
+    if not length:
+        raise CorruptError(f"a chunk at offset {offset} is empty")
     if len(data) != length or length > CHUNK_BYTES * 2:
         raise CorruptError(f"a chunk at offset {offset} says {length} bytes and has {len(data)}")
     if xxh3_64_intdigest(data) != checksum:

@@ -126,8 +126,9 @@ async def serve_put(
     admit(info)
     if not await executor.run(store.has, digest):
         partial = await executor.run(store.begin, digest, info.size)
-        await channel.send(pb.PutAck(offset=partial.offset, window=2 * CHUNK_BYTES).SerializeToString())
-        async with aclosing(_take_chunks(channel, partial, partial.offset, executor)) as arriving:
+        start = partial.offset  # another stream of this object may move it on
+        await channel.send(pb.PutAck(offset=start, window=2 * CHUNK_BYTES).SerializeToString())
+        async with aclosing(_take_chunks(channel, partial, start, executor)) as arriving:
             async for safe_bytes in arriving:
                 await channel.send(pb.PutAck(offset=safe_bytes, window=_crowd.window_bytes).SerializeToString())
         await executor.run(partial.finish)

@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import math
 from collections import deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from potluck.clock import Clock
 from potluck.transport.connection import Channel
+from potluck.types.errors import ConnectionLost
 from potluck.types.ids import WorkerId
 
 Way = Literal["up", "down"]
@@ -150,21 +152,34 @@ class Pacer:
 class PacedChannel:
     """The coordinator's end of a worker's stream, whose chunks pass at the pace of the limits.
 
-    What the worker sends is taken later, so that the link itself makes it wait.
+    What the worker sends is taken later, so that the link itself makes it wait. ConnectionLost where for `patience_s`
+    the worker neither takes nor sends a chunk: an abandoned stream would keep its share of what may be on its way.
     """
 
-    def __init__(self, channel: Channel, pacer: Pacer, worker: WorkerId) -> None:
-        self._channel, self._pacer, self._worker = channel, pacer, worker
+    def __init__(
+        self, channel: Channel, pacer: Pacer, worker: WorkerId, *, patience_s: float | None = None
+    ) -> None:  # fmt: skip
+        self._channel, self._pacer, self._worker, self._patience_s = channel, pacer, worker, patience_s
 
     async def send(self, message: bytes) -> None:
         await self._pacer.take(self._worker, "down", len(message))
-        await self._channel.send(message)
+        async with self._patience():
+            await self._channel.send(message)
 
     async def receive(self) -> bytes | None:
-        message = await self._channel.receive()
+        async with self._patience():
+            message = await self._channel.receive()
         if message is not None:
             await self._pacer.take(self._worker, "up", len(message))
         return message
 
     async def close(self) -> None:
         await self._channel.close()
+
+    @contextlib.asynccontextmanager
+    async def _patience(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                yield
+        except TimeoutError:
+            raise ConnectionLost(f"a transfer of {self._worker} stood still for {self._patience_s:.0f} s") from None
