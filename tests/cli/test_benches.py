@@ -6,6 +6,8 @@ import pytest
 from potluck.cli.benches import parse_options
 from potluck.types.errors import PotluckError
 
+whole = "a whole number of 1 or more"
+
 
 def bench_sample(
     *, params: int = 1, down: str = "fp32", num_threads: int | None = None, lr: float = 0.1, floor: bool = True,
@@ -22,7 +24,6 @@ def test_options_go_to_the_keyword_parameters_by_their_types() -> None:
     given = ("--params", "4_000", "--down=bf16", "--num-threads", "2", "--lr", "1e-3", "--floor", "false")
     assert parse(*given) == {"params": 4000, "down": "bf16", "num_threads": 2, "lr": 0.001, "floor": False}
     assert parse() == {}
-    assert parse("--params", "-3") == {"params": -3}
 
 
 @pytest.mark.parametrize(
@@ -34,8 +35,17 @@ def test_options_go_to_the_keyword_parameters_by_their_types() -> None:
             ("--names", "a"),
             "bench sample has no option --names; it has --params, --down, --num-threads, --lr, --floor",
         ),
-        (("--params", "many"), "--params is 'many' and not a whole number; give a whole number"),
-        (("--params=2.5",), "--params is '2.5' and not a whole number; give a whole number"),
+        (
+            ("--params", "many"),
+            f"--params is 'many' and not {whole}; give {whole}",
+        ),
+        (("--params=2.5",), f"--params is '2.5' and not {whole}; give {whole}"),
+        (("--params", "-3"), f"--params is '-3' and not {whole}; give {whole}"),
+        (
+            ("--params", "9" * 30),
+            f"--params is '{'9' * 30}' and not {whole}; give {whole}",
+        ),
+        (("--lr", "nan"), "--lr is 'nan' and not a number above 0; give a number above 0"),
         (("--floor", "0"), "--floor is '0' and not true or false; give true or false"),
         (("--down",), "--down has no value; give one after it"),
     ],

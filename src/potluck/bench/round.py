@@ -29,6 +29,7 @@ from torch import Tensor
 from potluck.bench.floor import floor_seconds
 from potluck.bench.memory import memory_bytes, peak_memory
 from potluck.clock import Lanes, SystemClock
+from potluck.codecs.spec import parse_spec
 from potluck.coordinator.core import CheckpointConfig, Coordinator, Plan, ValidationConfig
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event
@@ -46,6 +47,7 @@ from potluck.strategies.run import Budget, RunFacts, RunSpec
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import Result, task
+from potluck.types.errors import PotluckError
 from potluck.types.params import Layout, Params
 from potluck.types.vector import Vector
 from potluck.worker.join import work
@@ -115,6 +117,10 @@ def bench_round(
     floor: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Seconds are medians without the first round; `times_floor` compares the two."""
+    if rounds < 2:
+        raise PotluckError(f"--rounds is {rounds} and the first round does not count; give 2 or more")
+    parse_spec(codec, "update")
+    parse_spec(down, "parameter")
     shape = nearest_shape(params)
     with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=os.environ.get("POTLUCK_BENCH_DIR")) as name:
         found = _measure(Path(name), shape, workers, codec, down, rounds)

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from potluck.bench.round import run_rounds
+from potluck.types.errors import PotluckError
 
 num_warm = 50
 num_smoothed = 40
@@ -21,6 +22,8 @@ num_smoothed = 40
 
 def bench_soak(*, rounds: int = 300, workers: int = 2) -> dict[str, Any]:
     """Memory in MB; the target of the growth is below 1 %."""
+    if rounds <= num_warm:
+        raise PotluckError(f"--rounds is {rounds} and memory counts from round {num_warm} on; give more than that")
     with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=os.environ.get("POTLUCK_BENCH_DIR")) as name:
         host, _ = run_rounds(Path(name), "tiny", workers, "fp32", "fp32", rounds)
     grown = growth(host["memory_mb"])

@@ -7,6 +7,7 @@ import asyncio
 import datetime
 import importlib
 import inspect
+import math
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -74,9 +75,23 @@ def parse_options(name: str, function: Callable[..., Any], arguments: Sequence[s
     return found
 
 
+def _count(text: str) -> int:
+    """Every whole number that a bench takes counts something."""
+    if not 1 <= (number := int(text)) <= most_counted:
+        raise ValueError
+    return number
+
+
+def _measure(text: str) -> float:
+    if not 0.0 < (number := float(text)) < math.inf:
+        raise ValueError
+    return number
+
+
+most_counted = 10**12
 _readers: dict[type, tuple[str, Callable[[str], Any]]] = {
-    int: ("a whole number", int),
-    float: ("a number", float),
+    int: ("a whole number of 1 or more", _count),
+    float: ("a number above 0", _measure),
     str: ("a word", str),
     bool: ("true or false", lambda text: {"true": True, "false": False}[text.lower()]),
 }
