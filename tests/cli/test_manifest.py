@@ -26,6 +26,16 @@ def test_arrays_below_a_folder_are_listed_without_a_tokenizer(tmp_path: Path) ->
     assert listed.files[1].digest == digest_file(corpus / "b" / "x.npy")
 
 
+def test_a_folder_is_named_from_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corpus").mkdir()
+    np.save(tmp_path / "corpus" / "a.npy", np.arange(20, dtype=np.uint16), allow_pickle=False)
+    monkeypatch.chdir(tmp_path)
+    write_manifest(Path("corpus"), Path("manifest.json"), tokenizer=None, token_type="uint16")
+    assert [f.path for f in Manifest.load(tmp_path / "manifest.json").files] == ["a.npy"]
+    with pytest.raises(DataError, match=r"^corpus cannot be written .*; give another --out$"):
+        write_manifest(Path("corpus"), Path("corpus"), tokenizer=None, token_type="uint16")
+
+
 def test_what_cannot_be_listed_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     with pytest.raises(DataError, match=r"a\.txt is text and counting its tokens needs a tokenizer"):

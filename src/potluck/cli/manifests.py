@@ -17,6 +17,7 @@ def write_manifest(folder: Path, out: Path, *, tokenizer: Path | None, token_typ
         raise DataError(f"{token_type!r} is no type of tokens; choose one of {', '.join(get_args(TokenType))}")
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; give the one with the files")
+    folder = folder.resolve()  # a relative path of a file would be taken to be below the folder
     files = [
         path for path in folder.rglob("*")
         if path.is_file() and path.resolve() != out.resolve()
@@ -24,7 +25,10 @@ def write_manifest(folder: Path, out: Path, *, tokenizer: Path | None, token_typ
     ]  # fmt: skip
     options = ReadOptions(seq_len=1, token_type=cast("TokenType", token_type))
     made = make_manifest(folder, files, options=options, tokenizer=TextTokenizer.open(tokenizer) if tokenizer else None)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    made.save(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        made.save(out)
+    except OSError as error:
+        raise DataError(f"{out} cannot be written ({error.strerror or error}); give another --out") from error
     num_tokens = sum(file.num_tokens for file in made.files)
     return f"{out} lists {len(made.files)} files, {num_tokens:,} tokens; name it in the recipe as data.listed"

@@ -33,7 +33,9 @@ def count_tokens(path: Path, options: ReadOptions, tokenizer: TextTokenizer | No
     if source.kind == "tokens":
         return len(open_tokens(path, options.token_type)), False
     if tokenizer is None:
-        raise DataError(f"{path} is text and counting its tokens needs a tokenizer; set `data.tokenizer`")
+        raise DataError(
+            f"{path} is text and counting its tokens needs a tokenizer; name it with `--tokenizer` or `data.tokenizer`"
+        )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         return int(_tokenised(source, options, tokenizer, Path(folder) / "tokens.bin")), True
 
