@@ -97,3 +97,8 @@ def test_an_operator_sees_sets_and_lifts_limits_one_by_one(tmp_path: Path) -> No
         assert [dict(e.detail)["up"] for e in events if e.kind == "limits"] == [2_500_000.0, 0.0]
 
     with_run(tmp_path, TransferConfig(), act)
+
+
+def test_a_limit_that_would_take_hours_for_a_chunk_is_none() -> None:
+    with pytest.raises(ValueError, match=r"1e-308 Mbit/s is too slow to be a limit; give 0 for none or 0\.001"):
+        TransferConfig(max_up_mbit=1e-308)

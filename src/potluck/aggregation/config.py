@@ -40,7 +40,9 @@ class AggregationConfig(BaseModel):
         default=0, ge=0, le=1000,
         description="`geometric_median`, `centered_clipping`: steps, none of which reads the updates; 0 for 8 and 3",
     )  # fmt: skip
-    smoothing: float = Field(default=1e-6, gt=0, description="`geometric_median`: distances below this count as this")
+    smoothing: float = Field(
+        default=1e-6, gt=0, allow_inf_nan=False, description="`geometric_median`: distances below this count as this"
+    )
     clip_radius: float = Field(
         default=0.0,
         ge=0,

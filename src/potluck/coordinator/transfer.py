@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from potluck.protocol import pb
 from potluck.transport.pace import Limits
@@ -38,6 +38,13 @@ class TransferConfig(BaseModel):
     max_down_mbit_per_worker: float = Field(
         default=0.0, ge=0, le=MOST_MBIT, allow_inf_nan=False, description="to each worker"
     )
+
+    @field_validator("*")
+    @classmethod
+    def _slowest(cls, mbit: float) -> float:
+        if 0 < mbit < LEAST_MBIT:
+            raise ValueError(f"{mbit:g} Mbit/s is too slow to be a limit; give 0 for none or {LEAST_MBIT:g} at least")
+        return mbit
 
     def limits(self) -> Limits:
         return Limits(

@@ -8,7 +8,7 @@ class FleetConfig(BaseModel):
 
     min_workers: int = Field(default=1, ge=1, description="a round starts when this many workers are here")
     heartbeat_s: float = Field(
-        default=2.0, gt=0, description="seconds between signs of life; a worker is gone after 3 missed"
+        default=2.0, gt=0, le=3600, description="seconds between signs of life; a worker is gone after 3 missed"
     )
     reconnect_s: float = Field(
         default=6.0, gt=0, description="seconds a worker may be away before its work is given up"
