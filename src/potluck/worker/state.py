@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb
 from potluck.storage.files import remove_unfinished, require_free, write_atomic
 from potluck.storage.objects import ObjectStore
-from potluck.types.errors import CorruptError
+from potluck.types.errors import CorruptError, ResourceError
 
 
 class RunFolder:
@@ -64,7 +64,13 @@ class RunFolder:
         scratch = path.with_suffix(".tmp")
         contiguous = {name: t.contiguous() for name, t in tensors.items()}
         require_free(path, sum(t.nbytes for t in contiguous.values()) + (1 << 16))
-        save_file(contiguous, scratch, metadata={"version": version, "scalars": json.dumps(dict(scalars))})
+        try:
+            save_file(contiguous, scratch, metadata={"version": version, "scalars": json.dumps(dict(scalars))})
+        except SafetensorError as error:  # what it says of a disk that someone else has filled meanwhile
+            scratch.unlink(missing_ok=True)
+            raise ResourceError(
+                f"{path} cannot be written ({error}); free some space or choose another folder"
+            ) from None
         scratch.replace(path)
 
     def load_version(self, version: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
