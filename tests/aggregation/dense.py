@@ -32,7 +32,11 @@ def krum_order(x: Matrix, f: int) -> list[int]:
 
 
 def geometric_median(x: Matrix, w: Matrix, iterations: int, smoothing: float) -> Matrix:
-    v = mean(x, w)
+    among = np.linalg.norm(x[:, np.newaxis] - x, axis=2)
+    base = np.median(among, axis=1).argmin()
+    radius = 3 * np.median(among[base])
+    drawn = [min(1.0, radius / d) * (each - x[base]) if d else 0 * each for d, each in zip(among[base], x, strict=True)]
+    v = x[base] + np.average(drawn, axis=0, weights=w)
     for _ in range(iterations):
         v = np.average(x, axis=0, weights=w / np.maximum(np.linalg.norm(x - v, axis=1), smoothing))
     return v

@@ -248,6 +248,17 @@ def test_the_mean_fails_where_the_rule_does_not(bench: Bench, rule: str, attack:
         assert max(bench.factors[8:]) < 0.1 < min(bench.factors[:8])
 
 
+@pytest.mark.parametrize("huge", [1e12, 1e30, 3e38])
+@pytest.mark.parametrize("rule", [rule for rule in ROBUST if rule != "norm_clipping"])
+def test_how_huge_an_update_is_makes_no_difference(bench: Bench, rule: str, huge: float) -> None:
+    """With the settings that a recipe has by default: steps converge, and fp64 tells small distances from none."""
+    x = honest_and(np.full((1, 501), huge))
+    expected = bench(honest_and(np.full((1, 501), 1e6)), rule=rule, previous=np.zeros(501))
+    got = bench(x, rule=rule, previous=np.zeros(501))
+    assert error(got) < 0.45
+    assert np.abs(got - expected).max() < 1e-2
+
+
 def test_a_huge_update_does_not_blur_the_distances_between_the_others(bench: Bench) -> None:
     x = np.vstack([1.0 + 1e-3 * normal(6, 501), 1e15 * normal(1, 501, seed=3)])
     bench(x, rule="multi_krum")

@@ -1,10 +1,12 @@
 """Squared distances between all updates, in one pass, and what they say of any point between the updates.
 
     D_ij = |x_i - x_j|^2
-    |x_i - v|^2 = sum_j b_j D_ij - 1/2 sum_jk b_j b_k D_jk      for v = sum_j b_j x_j with sum_j b_j = 1
+    G_jk = (D_mj + D_mk - D_jk) / 2                             (x_j - x_m) . (x_k - x_m), at most sqrt(D_mj D_mk)
+    |x_i - v|^2 = G_ii - 2 sum_j b_j G_ij + sum_jk b_j b_k G_jk for v = sum_j b_j x_j with sum_j b_j = 1
 
 So a rule that moves a centre about among the updates needs no pass for its steps. Differences are squared one by one in
-fp64 rather than taken from inner products, where one huge update would drown the distances between all others.
+fp64 rather than taken from inner products, where one huge update would drown the distances between all others; for the
+same reason m is the point that is nearest to most, and what rounding makes of G is cut to what can be.
 """
 
 from __future__ import annotations
@@ -51,7 +53,15 @@ def squared_distances(given: Aggregation, *, with_previous: bool = False) -> Mat
     return total + total.T
 
 
+def nearest_to_most(among: Matrix) -> int:
+    """The point with the least median distance to all: a right one, as long as most are."""
+    return int(np.median(among, axis=1).argmin())
+
+
 def squared_distances_to(centre: npt.NDArray[np.float64], among: Matrix) -> npt.NDArray[np.float64]:
     """|x_i - v|^2 for v = sum_j centre_j x_j, fp64 [n]."""
-    to_each = among @ centre
-    return np.maximum(to_each - centre @ to_each / 2, 0.0)
+    from_base = among[nearest_to_most(among)]
+    most = np.sqrt(np.outer(from_base, from_base))
+    products = np.clip((from_base[:, np.newaxis] + from_base - among) / 2, -most, most)
+    to_each = products @ centre
+    return np.maximum(from_base - 2 * to_each + centre @ to_each, 0.0)
