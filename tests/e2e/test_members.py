@@ -164,6 +164,50 @@ def test_sigterm_outside_the_owners_hours(here: Path) -> None:
     assert (here / "emil.log").read_text().splitlines()[-1] == "left"
 
 
+def said(folder: Path, name: str, text: str) -> None:
+    """Wait until the worker has said so."""
+    deadline = time.monotonic() + 60
+    while text not in (folder / f"{name}.log").read_text():
+        assert time.monotonic() < deadline, (folder / f"{name}.log").read_text()[-2000:]
+        time.sleep(0.05)
+
+
+def test_pause_and_resume_from_another_terminal(here: Path, inside: CommandLine) -> None:
+    frida = join(here, "frida", join_line(here), "--only-when", "plugged-in", "--max-upload", "100mbit")
+    try:
+        about(here, "joined", "frida")
+        round_with(here, "frida")
+        paused = inside("pause", "--state", here / "frida")
+        assert paused.code == 0 and "is paused" in paused.stderr
+        said(here, "frida", "it is paused until `potluck resume`; stopping after the step under way")
+        assert inside("resume", "--state", here / "frida").code == 0
+        said(here, "frida", "going on")
+        round_with(here, "frida")
+        frida.send_signal(signal.SIGINT)
+        assert frida.wait(40) == 0, (here / "frida.log").read_text()
+    finally:
+        end(frida)
+    assert "Ctrl-C: leaving in good order" in (here / "frida.log").read_text()
+    assert about(here, "left", "frida")[0]["reason"] == "left"
+    nobody = inside("pause", "--state", here / "nobody")
+    assert nobody.code == 1 and "no worker has joined with the state folder" in nobody.sentence()
+
+
+def test_a_second_ctrl_c_ends_a_worker_at_once(here: Path) -> None:
+    gina = join(here, "gina", join_line(here))
+    try:
+        about(here, "joined", "gina")
+        round_with(here, "gina")
+        gina.send_signal(signal.SIGINT)
+        while "once more ends it at once" not in (here / "gina.log").read_text():
+            time.sleep(0.002)
+        gina.send_signal(signal.SIGINT)
+        assert gina.wait(40) == 130, (here / "gina.log").read_text()
+    finally:
+        end(gina)
+    assert (here / "gina.log").read_text().splitlines()[-1] == "potluck: ended at once by Ctrl-C"
+
+
 def test_a_proxy_leads_the_whole_way(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proxy = ConnectProxy()
     for name in ("grpc_proxy", "https_proxy", "http_proxy"):

@@ -215,3 +215,16 @@ def test_a_large_fleet_is_asked_for_fewer_signs_of_life() -> None:
         assert absence(first, 12.0, config) == "w0 has not been heard for 12 s"
 
     asyncio.run(main())
+
+
+def test_a_worker_that_has_gone_may_come_back_to_its_task_as_long_as_others_work() -> None:
+    gone = member(connected=False, away_since=0.0)
+    pinned, pure = open_lease(), open_lease()
+    pinned.message.kind, pure.message.kind = "pinned", "pure"
+    assert loss(pinned, gone, 300.0, config, others_work=True) == ""
+    assert loss(pinned, gone, 300.0, config) == "w1 has been away for 300 s"
+    assert loss(pure, gone, 300.0, config, others_work=True) == "w1 has been away for 300 s"
+    left = member(connected=False, away_since=0.0, leaving=True)
+    assert loss(pinned, left, 300.0, config, others_work=True) == "w1 left"
+    quarantined = member(quarantined="it lied")
+    assert loss(pinned, quarantined, 300.0, config, others_work=True) == "w1 is quarantined: it lied"

@@ -21,7 +21,7 @@ card = {
     "tokens": 2_000_000,
     "final_val_loss": 3.25,
     "data": {"digest": "a|b"},
-    "workers": [{"id": "w1"}],
+    "workers": [{"id": "w|1", "tokens": 500_000}, {"id": "idle", "tokens": 0}, {"id": "w2", "tokens": 1_500_000}],
 }
 
 
@@ -97,6 +97,16 @@ def test_the_card_has_a_header_and_every_fact() -> None:
         "| tokens | 2,000,000 |",
         "| final_val_loss | 3.25 |",
         "| data.digest | a\\|b |",
-        "| workers | id w1 |",
     ):
         assert row in text.splitlines()
+
+
+def test_the_card_credits_everybody_who_gave_something() -> None:
+    text = model_card(card)
+    assert text.split("## Contributors\n\n")[1].splitlines() == [
+        "| member | tokens | share |",
+        "| --- | --- | --- |",
+        "| w2 | 1,500,000 | 75.0% |",
+        "| w\\|1 | 500,000 | 25.0% |",
+    ]
+    assert "Contributors" not in model_card({"name": "nobody's"})

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from potluck.clock import VirtualClock, run_virtual
-from potluck.transport.pace import Limits, PacedChannel, Pacer
+from potluck.transport.connection import Traffic
+from potluck.transport.pace import Limits, PacedChannel, PacedConnection, Pacer
 from potluck.types.ids import WorkerId
 
 A, B = WorkerId("a"), WorkerId("b")
@@ -174,3 +175,48 @@ def test_a_paced_channel_takes_later_and_sends_later():
     sent, seconds = run_virtual(main())
     assert sent == pytest.approx([0, 2, 4])
     assert seconds == pytest.approx(4)
+
+
+def test_a_worker_s_own_limit_holds_for_its_results_and_not_for_its_heartbeats():
+    class Wire:
+        """A connection that notes when what was sent."""
+
+        def __init__(self):
+            self.sent, self.traffic, self.closed = [], Traffic(), False
+
+        async def call(self, method, request, *, timeout_s=30.0):
+            return request
+
+        async def open(self, method):
+            return Stream(self, method)
+
+        async def close(self):
+            self.closed = True
+
+    class Stream:
+        def __init__(self, wire, method):
+            self.wire, self.method = wire, method
+
+        async def send(self, message):
+            self.wire.sent.append((self.method, now()))
+
+        async def receive(self):
+            return bytes(1000)
+
+        async def close(self):
+            pass
+
+    async def main():
+        wire = Wire()
+        connection = PacedConnection(wire, Pacer(VirtualClock(), Limits(up=50)), A)
+        assert await connection.call("Welcome", b"x") == b"x"
+        put, data, control = [await connection.open(m) for m in ("PutObject", "Data", "Control")]
+        for channel in (put, data, put, control):
+            await channel.send(bytes(100))
+        assert await put.receive() == bytes(1000)
+        await control.send(bytes(100))
+        await connection.close()
+        assert wire.closed and connection.traffic is wire.traffic
+        return wire.sent
+
+    assert run_virtual(main()) == [("PutObject", 0), ("Data", 2), ("PutObject", 4), ("Control", 4), ("Control", 4)]

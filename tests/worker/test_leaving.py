@@ -1,8 +1,11 @@
-"""A worker that is asked to go before it has any work."""
+"""Workers that are asked to go, or to stop for a while, by their owner."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 
 from potluck.clock import ThreadExecutor
 from potluck.types.profile import DeviceProfile
-from potluck.worker import join
+from potluck.worker import join, terms
 from potluck.worker.agent import Agent
 from potluck.worker.options import JoinOptions
 
@@ -64,3 +67,98 @@ def test_leaving_before_the_first_welcome_ends_at_once(
     monkeypatch.setattr(join._Joining, "_measured", measured)
     assert asyncio.run(main()) == "left"
     assert begun == ([] if measuring_s else ["agent"])
+
+
+class Held:
+    """An agent at work, whose run never ends by itself."""
+
+    ended, runner = "", object()
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.gone = asyncio.Event()
+        self.itself = self
+
+    async def work(self) -> None:
+        gc.freeze()  # as after getting ready
+        await self.gone.wait()
+
+    def hold(self) -> None:
+        if self.heard[-1:] != ["hold"]:
+            self.heard.append("hold")
+
+    def release(self) -> None:
+        self.heard.append("release")
+
+    def leave(self) -> None:
+        self.heard.append("leave")
+        self.gone.set()
+
+
+def test_a_pause_holds_the_worker_and_after_a_while_hands_its_work_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paused for a moment, then for longer, then resumed: a new agent joins, once the first one's model is gone."""
+    agents: list[weakref.ref[Held]] = []
+    heard: list[list[str]] = []
+    said: list[str] = []
+    monkeypatch.setattr(join, "look_s", 0.01)
+    monkeypatch.setattr(terms, "patience_s", 0.15)
+    (tmp_path / "identity").mkdir()
+
+    def agent(*_: Any) -> Held:
+        assert all(one() is None for one in agents)
+        new = Held()
+        agents.append(weakref.ref(new))
+        heard.append(new.heard)
+        return new
+
+    async def obtained(*_: Any, **__: Any) -> Any:
+        class Member:
+            role = "worker"
+
+        return Member()
+
+    async def measured(_: join._Joining) -> DeviceProfile:
+        return DeviceProfile(device="cpu")
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def owner(joining: join._Joining) -> None:
+        await until(lambda: len(agents) == 1)
+        terms.pause(tmp_path)
+        await until(lambda: heard[0] == ["hold"])
+        terms.resume(tmp_path)
+        await until(lambda: heard[0] == ["hold", "release"])
+        terms.pause(tmp_path)
+        await until(lambda: heard[0][2:] == ["hold", "leave"])
+        await asyncio.sleep(0.1)
+        assert len(agents) == 1
+        terms.resume(tmp_path)
+        await until(lambda: len(agents) == 2)
+        joining.leave()
+
+    async def main() -> str:
+        files, compute = ThreadExecutor(1, "files"), ThreadExecutor(1, "compute")
+        options = JoinOptions(link=f"potluck://x:1/{'a' * 26}.{'b' * 32}", state_dir=tmp_path)
+        joining = join._Joining(options, files, compute, said.append)
+        try:
+            ended, _ = await asyncio.gather(joining.work(lambda _: None), owner(joining))
+            return ended
+        finally:
+            files.close()
+            compute.close()
+
+    monkeypatch.setattr(join, "obtain", obtained)
+    monkeypatch.setattr(join._Joining, "_agent", agent)
+    monkeypatch.setattr(join._Joining, "_measured", measured)
+    assert asyncio.run(main()) == "left"
+    paused = "it is paused until `potluck resume`"
+    assert said == [
+        f"{paused}; stopping after the step under way", "going on",
+        f"{paused}; stopping after the step under way", "handing the work back until it may go on", paused,
+    ]  # fmt: skip
+    assert heard[1] == ["leave"]

@@ -17,6 +17,7 @@ from potluck.protocol import pb
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, task
+from potluck.types.errors import ResourceError
 from potluck.types.params import Layout
 from potluck.worker.link import Link
 from potluck.worker.runner import Runner, lease_id
@@ -85,10 +86,10 @@ def test_work_that_is_no_longer_wanted_when_the_device_is_ready_is_not_done(tmp_
         runner = make(tmp_path)
         prepare = runner.trainer.prepare
 
-        def dropped_meanwhile(given: pb.Lease, source: Any, *, pinned: bool) -> Any:
+        def dropped_meanwhile(given: pb.Lease, source: Any, **options: Any) -> Any:
             if given.key == "dropped":
                 runner.wanted = {lease_id(kept): kept}
-            return prepare(given, source, pinned=pinned)
+            return prepare(given, source, **options)
 
         runner.trainer.prepare = dropped_meanwhile  # pyright: ignore[reportAttributeAccessIssue]
         kept = lease("kept", 2)
@@ -127,6 +128,54 @@ def test_a_result_on_its_way_is_not_collected(tmp_path: Path) -> None:
         runner._report(pb.TaskResult(key="k", object=digest))
         await runner.desire(pb.Desired(adopted_version="v2", verdicts=[pb.Verdict(key="k", verdict="accepted")]))
         assert not runner.folder.objects.has(digest)
+
+    run_virtual(main())
+
+
+def test_a_result_survives_a_restart_as_sent_or_not(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    sent, unsent = ({(1, 0, key): pb.TaskResult(key=key, round=1, object=key)} for key in ("sent", "unsent"))
+    folder.save_results(sent, unsent)
+    assert RunFolder(tmp_path).load_results() == (sent, unsent)
+    for broken in (b"", b"[]", b'{"sent": []}', b'{"sent": ["x"], "unsent": []}'):
+        (tmp_path / "results.json").write_bytes(broken)
+        assert folder.load_results() == ({}, {})
+
+
+def test_a_full_disk_costs_a_result_s_safety_and_not_the_result(tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise ResourceError("the disk is full")
+
+    async def main() -> None:
+        runner, notes = make(tmp_path), list[str]()
+        runner._note = notes.append
+        runner.folder.save_results = full
+        working = asyncio.create_task(runner.run())
+        await runner.desire(pb.Desired(leases=[lease("k", 3)]))
+        await asyncio.sleep(1)
+        assert [r.scalars_json for r in runner.results.values()] == ['{"number": 3}']
+        assert notes == ["the disk is full; a result would not survive the end of this process"]
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+    run_virtual(main())
+
+
+def test_an_unsent_result_without_its_state_is_worked_out_again(tmp_path: Path) -> None:
+    """What it was computed with would be lost from the next task's beginning."""
+
+    async def main() -> None:
+        runner = make(tmp_path)
+        digest = runner.folder.objects.put(b"an update")
+        answer = pb.TaskResult(key="k", object=digest)
+        given = lease()
+        assert runner._is_whole(given, answer)
+        given.next_version = "r0"
+        assert not runner._is_whole(given, answer)
+        runner.folder.save_version("r0", {}, {})
+        assert runner._is_whole(given, answer)
+        runner.folder.objects.remove(digest)
+        assert not runner._is_whole(given, answer)
 
     run_virtual(main())
 

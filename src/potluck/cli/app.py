@@ -136,6 +136,10 @@ def join(
     ] = None,
     max_memory: Annotated[str, typer.Option("--max-memory", metavar="SIZE", help="Memory to use at most: 2GB.")] = "",
     hours: Annotated[str, typer.Option("--hours", metavar="FROM-TO", help="Work in these hours only: 22-7.")] = "",
+    only_when: Annotated[
+        str, typer.Option("--only-when", metavar="idle,plugged-in", help="Work only while this machine is so.")
+    ] = "",
+    max_upload: Annotated[str, typer.Option("--max-upload", metavar="RATE", help="Send no faster: 5mbit.")] = "",
     threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 for all cores.")] = 0,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
@@ -143,8 +147,8 @@ def join(
     # Before torch is loaded: threads that wait by spinning would slow down whatever else runs on this machine, and are
     # several times slower themselves where they must share a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from potluck.cli.joining import run_worker
-    from potluck.cli.units import parse_bytes, parse_hours
+    from potluck.cli.joining import parse_conditions, run_worker
+    from potluck.cli.units import parse_bytes, parse_hours, parse_rate
     from potluck.storage.files import cache_folder
     from potluck.worker.options import JoinOptions
 
@@ -159,8 +163,33 @@ def join(
         max_memory_bytes=parse_bytes(max_memory) if max_memory else 0,
         share_dir=None if with_parent else cache_folder() / "objects",  # local workers stand for machines of their own
         hours=parse_hours(hours) if hours else None,
+        only_when=parse_conditions(only_when),
+        max_upload_bytes_per_s=parse_rate(max_upload) if max_upload else 0.0,
     )
     run_worker(options, with_parent=with_parent)
+
+
+WorkerFolder = Annotated[Path | None, typer.Option("--state", help="The worker's folder. [default: ~/.potluck/worker]")]
+
+
+@app.command()
+def pause(state: WorkerFolder = None) -> None:
+    """Let this machine's worker stop after its present step, until `potluck resume`."""
+    from potluck.worker.terms import pause as pause_worker
+
+    folder = state or Path.home() / ".potluck" / "worker"
+    pause_worker(folder)
+    say(f"the worker of {folder} is paused; `potluck resume` lets it go on")
+
+
+@app.command()
+def resume(state: WorkerFolder = None) -> None:
+    """Let this machine's worker go on after `potluck pause`."""
+    from potluck.worker.terms import resume as resume_worker
+
+    folder = state or Path.home() / ".potluck" / "worker"
+    resume_worker(folder)
+    say(f"the worker of {folder} goes on; if none runs, `potluck join` starts it")
 
 
 @app.command()

@@ -8,8 +8,18 @@ import sys
 
 from potluck.cli.local import end_with_parent
 from potluck.cli.signals import graceful
+from potluck.types.errors import PotluckError
 from potluck.worker.join import work
 from potluck.worker.options import JoinOptions, Leaving
+from potluck.worker.terms import Condition, conditions
+
+
+def parse_conditions(text: str) -> tuple[Condition, ...]:
+    """`idle,plugged-in`, or one of the two. PotluckError."""
+    named = [word for part in text.split(",") if (word := part.strip())]
+    if unknown := [word for word in named if word not in conditions]:
+        raise PotluckError(f"--only-when knows {' and '.join(conditions)}, not {unknown[0]!r}; write idle,plugged-in")
+    return tuple(c for c in conditions if c in named)
 
 
 def run_worker(options: JoinOptions, *, with_parent: bool = False) -> None:

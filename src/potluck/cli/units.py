@@ -31,6 +31,21 @@ def parse_hours(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2]) % 24
 
 
+least_rate_bytes_per_s = 12_500
+"""0.1 Mbit/s: below it a piece of a transfer takes longer than a coordinator waits for one."""
+
+
+def parse_rate(text: str) -> float:
+    """`5mbit`, `500 kbit` or `1 Gbit/s` in bytes per second. PotluckError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s|ps)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise PotluckError(f"{text!r} is not a rate; write a number and kbit, mbit or gbit a second, such as 5mbit")
+    rate = float(match[1]) * _FACTORS[match[2].upper()] / 8
+    if rate < least_rate_bytes_per_s:
+        raise PotluckError(f"{text} is too slow for a model to travel; give at least 0.1mbit")
+    return rate
+
+
 def format_bytes(num_bytes: float) -> str:
     """Three digits and a decimal unit: `1.23 MB`."""
     value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]

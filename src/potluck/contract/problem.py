@@ -147,6 +147,7 @@ class Problem:
             run_id="contract", name="contract", seed=self.seed, strategy=type(strategy).__name__,
             model_config_json=self.config_json(), layout=layout.to_json(), seq_len=self.seq_len, inner=self.inner,
             data_access="shared", heartbeat_s=self.fleet.heartbeat_s,
+            snapshot_every_steps=self.fleet.snapshot_every_steps,
         )  # fmt: skip
         return Plan(
             spec=spec, strategy=strategy, layout=layout, initial=flat.params, budget=Budget(rounds=self.num_rounds),

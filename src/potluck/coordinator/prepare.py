@@ -97,6 +97,7 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         data_options=recipe.data.read_options().model_dump(mode="json"),
         tokenizer_object=tokenizer_object,
         heartbeat_s=recipe.fleet.heartbeat_s,
+        snapshot_every_steps=recipe.fleet.snapshot_every_steps,
         up_rules=recipe.codec.up_rules,
     )
     plan = Plan(

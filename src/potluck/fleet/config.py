@@ -28,6 +28,12 @@ class FleetConfig(BaseModel):
         description="seconds of a worker's first quarantine; each next one is twice as long",
     )
     max_update_norm: float = Field(default=0.0, ge=0, description="largest L2 norm of an update; 0 for no limit")
+    snapshot_every_steps: int = Field(
+        default=0,
+        ge=0,
+        description="a worker keeps what it has done of a task at least every so many steps; 0 for whenever it costs "
+        "at most 2 % of the time",
+    )
     max_discarded_rounds: int = Field(
         default=5, ge=1, description="the run stops after this many discarded rounds in a row"
     )

@@ -106,8 +106,14 @@ class LeaseBook:
         lease.answer(outcome)
 
 
-def loss(lease: OpenLease, member: Member | None, now: float, config: FleetConfig, *, is_alone: bool = False) -> str:
-    """Why a lease is to be given up now, "" while it is not. Nobody waits for a worker that `is_alone`."""
+def loss(
+    lease: OpenLease, member: Member | None, now: float, config: FleetConfig, *, is_alone: bool = False,
+    others_work: bool = False,
+) -> str:  # fmt: skip
+    """Why a lease is to be given up now, "" while it is not. Nobody waits for a worker that `is_alone`.
+
+    As long as `others_work` on the same round, a worker that has gone may come back to its pinned task for nothing.
+    """
     if lease.checking:
         return ""
     if member is None:
@@ -116,7 +122,8 @@ def loss(lease: OpenLease, member: Member | None, now: float, config: FleetConfi
     if member.quarantined:
         return f"{member.id} is quarantined: {member.quarantined}"
     if gone := absence(member, now, config):
-        return gone
+        may_come_back = others_work and lease.message.kind == "pinned" and not member.leaving
+        return "" if may_come_back else gone
     if not member.connected:
         return ""
     if lease.message.kind == "session":

@@ -177,13 +177,15 @@ class LiveFleet:
                 self.book.forgive(paused_s)
             self.roster.release(now)
             here = [self.roster.members[info.id] for info in self.roster.here(now)]
+            worked_on = {x.message.round for x in self.book.open.values() if self.roster.members.get(x.worker) in here}
             for lease in list(self.book.open.values()):
                 if lease.id not in self.book.open:
                     continue  # it was answered while another one's loss was written down
                 if self.held_back(lease.worker):
                     lease.progress_at = now
                 member = self.roster.members.get(lease.worker)
-                if reason := loss(lease, member, now, self.config, is_alone=len(here) == 1):
+                others_work = lease.message.round in worked_on
+                if reason := loss(lease, member, now, self.config, is_alone=len(here) == 1, others_work=others_work):
                     if member is not None and overdue(lease, member, now):
                         member.forget(lease.message.task)  # its past predicts it no longer
                     if member in here and is_stuck(lease, now, self.config):

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,12 @@ def write_safetensors(path: Path, vector: Tensor, layout: Layout) -> None:
 
 
 def model_card(card: Mapping[str, Any]) -> str:
-    """README.md: a YAML header that the hub reads, and the run's facts as a table; nested ones flattened."""
-    rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in _flattened("", card)]
+    """README.md: a YAML header that the hub reads, the run's facts as a table (nested ones flattened), contributors.
+
+    `card["workers"]` are the contributors: each with `id` and `tokens`.
+    """
+    facts = {name: value for name, value in card.items() if name != "workers"}
+    rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in _flattened("", facts)]
     title = _cell(card.get("name") or card.get("run_id") or "model")
     return "\n".join(
         [
@@ -91,8 +95,19 @@ def model_card(card: Mapping[str, Any]) -> str:
             "Trained with Potluck across machines that belong to different people. Opens with",
             "`AutoModelForCausalLM.from_pretrained`.", "",
             "| fact | value |", "| --- | --- |", *rows, "",
+            *_contributors(card.get("workers", ())),
         ]
     )  # fmt: skip
+
+
+def _contributors(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Everybody whose work is in the model, those who gave most first."""
+    given = sorted((w for w in workers if w["tokens"]), key=lambda w: (-w["tokens"], w["id"]))
+    total = sum(w["tokens"] for w in given)
+    rows = [f"| {_cell(w['id'])} | {_cell(w['tokens'])} | {w['tokens'] / total:.1%} |" for w in given]
+    if not rows:
+        return []
+    return ["## Contributors", "", "| member | tokens | share |", "| --- | --- | --- |", *rows, ""]
 
 
 def _write_config(folder: Path, config_json: dict[str, Any], layout: Layout) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from potluck.clock import Clock
-from potluck.transport.connection import Channel
+from potluck.transport.connection import Channel, Connection, Traffic
 from potluck.types.errors import ConnectionLost
 from potluck.types.ids import WorkerId
 
@@ -150,19 +150,21 @@ class Pacer:
 
 
 class PacedChannel:
-    """The coordinator's end of a worker's stream, whose chunks pass at the pace of the limits.
+    """An end of a worker's stream, whose chunks pass at the pace of the limits: the coordinator's, which `sends` down.
 
-    What the worker sends is taken later, so that the link itself makes it wait. ConnectionLost where for `patience_s`
-    the worker neither takes nor sends a chunk: an abandoned stream would keep its share of what may be on its way.
+    What the other end sends is taken later, so that the link itself makes it wait. ConnectionLost where for `patience_s`
+    that end neither takes nor sends a chunk: an abandoned stream would keep its share of what may be on its way.
     """
 
     def __init__(
-        self, channel: Channel, pacer: Pacer, worker: WorkerId, *, patience_s: float | None = None
-    ) -> None:  # fmt: skip
+        self, channel: Channel, pacer: Pacer, worker: WorkerId, *, sends: Way = "down", patience_s: float | None = None
+    ) -> None:
         self._channel, self._pacer, self._worker, self._patience_s = channel, pacer, worker, patience_s
+        self._sends: Way = sends
+        self._receives: Way = "up" if sends == "down" else "down"
 
     async def send(self, message: bytes) -> None:
-        await self._pacer.take(self._worker, "down", len(message))
+        await self._pacer.take(self._worker, self._sends, len(message))
         async with self._patience():
             await self._channel.send(message)
 
@@ -170,7 +172,7 @@ class PacedChannel:
         async with self._patience():
             message = await self._channel.receive()
         if message is not None:
-            await self._pacer.take(self._worker, "up", len(message))
+            await self._pacer.take(self._worker, self._receives, len(message))
         return message
 
     async def close(self) -> None:
@@ -183,3 +185,26 @@ class PacedChannel:
                 yield
         except TimeoutError:
             raise ConnectionLost(f"a transfer of {self._worker} stood still for {self._patience_s:.0f} s") from None
+
+
+class PacedConnection:
+    """A worker's connection whose results leave at the pace of its own limits. Heartbeats wait for nothing."""
+
+    def __init__(self, connection: Connection, pacer: Pacer, worker: WorkerId) -> None:
+        self._connection, self._pacer, self._worker = connection, pacer, worker
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._connection.traffic
+
+    async def call(self, method: str, request: bytes, *, timeout_s: float = 30.0) -> bytes:
+        return await self._connection.call(method, request, timeout_s=timeout_s)
+
+    async def open(self, method: str) -> Channel:
+        channel = await self._connection.open(method)
+        if method not in ("PutObject", "Data"):
+            return channel
+        return PacedChannel(channel, self._pacer, self._worker, sends="up")
+
+    async def close(self) -> None:
+        await self._connection.close()

@@ -7,6 +7,7 @@ Training never stops for a broken link; results wait until it is back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from collections.abc import Awaitable, Callable
@@ -30,6 +31,8 @@ longest_wait_s = 5.0
 MAX_RUN_JSON_BYTES = 1 << 26
 MAX_SENTENCE_LENGTH = 500
 MAX_HEARTBEAT_S = 3600.0
+least_sleep_s = 10.0
+"""A gap in the worker's time from which on the machine is taken to have slept: its connection is not believed then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ class Agent:
         self._connect, self._equip, self._clock, self._told = connect, equip, clock, told
         self._patience_s = patience_s
         self._random = random.Random(introduction.id)
-        self._leaving = False
+        self._leaving = asyncio.Event()
         self._note = ""
         self.link = Link(clock)
         self.runner: Runner | None = None
@@ -71,7 +74,7 @@ class Agent:
         running: asyncio.Task[None] | None = None
         wait_s, first_try = first_wait_s, self._clock.now()
         try:
-            while not self.ended and not self._leaving:
+            while not self.ended and not self._leaving.is_set():
                 try:
                     connection = await self._connect()
                     try:
@@ -90,8 +93,10 @@ class Agent:
                             f"no coordinator answers ({lost}); check the address and that `potluck host` runs there"
                         ) from lost
                     self._told(f"the coordinator cannot be reached ({lost}); trying again")
-                if not self.ended and not self._leaving:
-                    await self._clock.sleep(wait_s * self._random.uniform(0.5, 1.0))
+                if not self.ended:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(wait_s * self._random.uniform(0.5, 1.0)):
+                            await self._leaving.wait()
                     wait_s = min(wait_s * 2, longest_wait_s)
         finally:
             if running is not None:
@@ -104,9 +109,18 @@ class Agent:
 
     def leave(self) -> None:
         """Hand everything back and go; the coordinator is told first if it can be reached."""
-        self._leaving = True
+        self._leaving.set()
         if self.runner is not None:
             self.runner.changed.set()
+
+    def hold(self) -> None:
+        """Stop between two steps and keep what is done and what is to be done, until `release`."""
+        if self.runner is not None:
+            self.runner.hold()
+
+    def release(self) -> None:
+        if self.runner is not None:
+            self.runner.release()
 
     @property
     def profile(self) -> DeviceProfile:
@@ -203,7 +217,7 @@ class Agent:
     async def _write_reports(self, control: Channel) -> None:
         runner = self.runner_ready()
         assert self.spec is not None
-        sequence, told = 0, LinkRates()
+        sequence, told, offset_s = 0, LinkRates(), self._clock.time() - self._clock.now()
         while True:
             sequence += 1
             runner.changed.clear()
@@ -215,19 +229,24 @@ class Agent:
                 results=list(runner.results.values()),
                 progress=runner.progress(),
                 input_acks=runner.input_acks(),
-                leaving=self._leaving,
+                leaving=self._leaving.is_set(),
                 note=self._note,
                 profile_json=json.dumps(self.profile.to_json()) if is_news else "",
             )
             await control.send(report.SerializeToString())
-            if self._leaving:
+            if self._leaving.is_set():
                 await self._clock.sleep(0.2)  # let the message out before the stream closes
                 return
-            try:
-                async with asyncio.timeout(self._heartbeat_s or self.spec.heartbeat_s):
+            heartbeat_s, waits_from = self._heartbeat_s or self.spec.heartbeat_s, self._clock.now()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(heartbeat_s):
                     await runner.changed.wait()
-            except TimeoutError:
-                continue
+            # While a machine sleeps the monotonic clock stands still on some systems and goes on on others.
+            before_s, offset_s = offset_s, self._clock.time() - self._clock.now()
+            slept_s = max(offset_s - before_s, self._clock.now() - waits_from - heartbeat_s)
+            if slept_s > least_sleep_s:
+                self._told(f"this machine slept for {slept_s:.0f} s; joining again")
+                self.reconnect()
 
     async def _send_emissions(self) -> None:
         runner = self.runner_ready()

@@ -47,7 +47,7 @@ async def equip(
     def build() -> Trainer:
         install_tasks(spec.strategy)
         replica = TorchReplica(spec, device=device, num_threads=num_threads, max_memory_bytes=max_memory_bytes)
-        return Trainer(replica, run_folder, note)
+        return Trainer(replica, run_folder, note, now=clock.now, snapshot_every_steps=spec.snapshot_every_steps)
 
     sources = await files.run(
         lambda: prepare_sources(

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from potluck.strategies.registry import load_file
 from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Connection
 from potluck.transport.grpc.client import GrpcConnection
+from potluck.transport.pace import Limits, PacedConnection, Pacer
 from potluck.transport.security.enrol import obtain
 from potluck.transport.security.identity import Identity, apply_renewal, renewal_request
 from potluck.transport.security.link import read_link
@@ -30,9 +30,15 @@ from potluck.worker.link import Link
 from potluck.worker.measure import measured
 from potluck.worker.options import JoinOptions, Leaving
 from potluck.worker.runner import Runner
+from potluck.worker.surroundings import Machine
+from potluck.worker.terms import Stop, Terms, duty
 
 Say = Callable[[str], None]
 renewal_check_s = 3600.0
+look_s = 1.0
+"""Between two looks at the owner's terms."""
+leave_patience_s = 5.0
+"""How long the coordinator may take to hear that the worker leaves."""
 
 
 async def work(options: JoinOptions, *, told: Say, on_start: Callable[[Leaving], None] = lambda _: None) -> str:
@@ -59,8 +65,9 @@ class _Joining:
         self.clock: Clock = SystemClock()
         self._folder = options.state_dir / "identity"
         self._leaving = asyncio.Event()
-        self._shifting: tuple[Agent, asyncio.Task[None]] | None = None
         self._profile: DeviceProfile | None = None
+        self._terms = Terms(options.state_dir, Machine(), hours=options.hours, only_when=options.only_when)
+        self._pacer = Pacer(self.clock, Limits(up=options.max_upload_bytes_per_s))
 
     async def work(self, on_start: Callable[[Leaving], None]) -> str:
         options = self.options
@@ -73,29 +80,41 @@ class _Joining:
         if self._identity.role == "operator":
             return f"this machine may operate the run; ask it with: potluck status {options.state_dir}"
         on_start(self)
+        is_back = False
         while True:
-            if (wait_s := seconds_until_open(options.hours, self.clock.time())) > 0:
-                self.say(f"outside the hours {options.hours}; waiting {wait_s / 3600:.1f} h")
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._leaving.wait()
-            if self._profile is None and not self._leaving.is_set():  # within the owner's hours only
+            await self._wait_for_terms()
+            if self._profile is None and not self._leaving.is_set():  # on the owner's terms only
                 self._profile = await self._measured()
             if self._profile is None or self._leaving.is_set():
                 return "left"
+            if is_back:  # the model of the time before goes before there is another
+                gc.unfreeze()
+                gc.collect()
             agent = self._agent(self._profile)
             if await self._shift(agent):
                 return agent.ended or "left"
+            del agent
+            is_back = True
 
     def leave(self) -> None:
         """Go in good order: with a word to the coordinator once there is work, at once before that."""
         self._leaving.set()
-        if self._shifting is not None:
-            agent, serving = self._shifting
-            if agent.runner is not None:
-                agent.leave()
-            else:
-                serving.cancel()
+
+    async def _wait_for_terms(self) -> None:
+        """Until the worker may work, or leaves."""
+        is_said = False
+        while not self._leaving.is_set() and (stop := await self._look()) is not None:
+            if not is_said:
+                self.say(stop.reason)
+            is_said = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(look_s):
+                    await self._leaving.wait()
+
+    async def _look(self) -> Stop | None:
+        """Why the worker may not work now."""
+        now, wall = self.clock.now(), self.clock.time()
+        return await self.files.run(lambda: self._terms.stop(now=now, wall=wall))
 
     async def _measured(self) -> DeviceProfile:
         """What this machine is and gives: measured the first time, on the owner's terms."""
@@ -119,7 +138,10 @@ class _Joining:
 
         async def connect() -> Connection:
             self._identity = await self._renewed(self._identity)
-            return GrpcConnection(self._identity.address, self._identity)
+            connection = GrpcConnection(self._identity.address, self._identity)
+            if not options.max_upload_bytes_per_s:
+                return connection
+            return PacedConnection(connection, self._pacer, self._identity.worker_id)
 
         async def equipped(spec: RunSpec, link: Link) -> Runner:
             runner = await equip(
@@ -138,26 +160,53 @@ class _Joining:
         return agent
 
     async def _shift(self, agent: Agent) -> bool:
-        """Work until the end of the run or of the owner's hours; whether it is over for good."""
+        """Work until the end of the run or of the owner's terms; whether it is over for good."""
         serving = asyncio.create_task(agent.work())
-        self._shifting = (agent, serving)
-        renewing = asyncio.create_task(self._renew_in_time(agent))
-        open_s = seconds_until_closed(self.options.hours, self.clock.time())
+        renewing, minding = (asyncio.create_task(c) for c in (self._renew_in_time(agent), self._mind(agent)))
+        leaving = asyncio.create_task(self._leaving.wait())
         try:
-            done, _ = await asyncio.wait([serving], timeout=open_s)
-            if not done:
-                agent.leave()
-            if self._leaving.is_set():
-                await asyncio.wait([serving])
-                if serving.cancelled():  # by `leave`
-                    return True
-            await serving
-            return bool(done)
+            await asyncio.wait([serving, minding, leaving], return_when=asyncio.FIRST_COMPLETED)
+            is_over = serving.done() or self._leaving.is_set()
+            if minding.done():
+                minding.result()
+            if not serving.done():
+                await self._take_leave(agent, serving)
+            if not serving.cancelled():
+                serving.result()
+            return is_over
         finally:
-            self._shifting = None
-            for task in (serving, renewing):
+            tasks = (serving, renewing, minding, leaving)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(serving, renewing, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take_leave(self, agent: Agent, serving: asyncio.Task[None]) -> None:
+        """End `serving`: in good order if there is someone to tell."""
+        if agent.runner is not None:
+            agent.leave()
+            await asyncio.wait([serving], timeout=leave_patience_s)
+        serving.cancel()
+        await asyncio.wait([serving])
+
+    async def _mind(self, agent: Agent) -> None:
+        """Hold the worker while the owner's terms are not met; returns when it is to hand its work back."""
+        held_at: float | None = None
+        while True:
+            stop, now = await self._look(), self.clock.now()
+            if stop is None:
+                if held_at is not None:
+                    self.say("going on")
+                    agent.release()
+                held_at = None
+            else:
+                if held_at is None:
+                    self.say(f"{stop.reason}; stopping after the step under way")
+                    held_at = now
+                agent.hold()  # again: it may have got ready for its work meanwhile
+                if now - held_at >= stop.keep_s:
+                    self.say("handing the work back until it may go on")
+                    return
+            await self.clock.sleep(look_s)
 
     async def _renew_in_time(self, agent: Agent) -> None:
         while True:
@@ -190,35 +239,6 @@ def _allowed(files: tuple[Path, ...]) -> tuple[tuple[str, str], ...]:
     return tuple((path.name, digest_file(path)) for path in files)
 
 
-def seconds_until_open(hours: tuple[int, int] | None, now: float) -> float:
-    """How long until the owner's hours begin; 0 within them. `hours` is (from, to) of the local day."""
-    if hours is None or _is_open(hours, now):
-        return 0.0
-    return _seconds_to_hour(hours[0], now)
-
-
-def seconds_until_closed(hours: tuple[int, int] | None, now: float) -> float | None:
-    """How long until the owner's hours end; None if they never do."""
-    return None if hours is None or hours[0] % 24 == hours[1] % 24 else _seconds_to_hour(hours[1], now)
-
-
 def _later(loop: asyncio.AbstractEventLoop, say: Say, text: str) -> None:
     """From any thread."""
     loop.call_soon_threadsafe(say, text)
-
-
-def duty(hours: tuple[int, int] | None) -> float:
-    """The share of the day that the owner's hours leave to the run."""
-    return 1.0 if hours is None else ((hours[1] - hours[0]) % 24 or 24) / 24
-
-
-def _is_open(hours: tuple[int, int], now: float) -> bool:
-    start, stop = hours[0] % 24, hours[1] % 24
-    hour = time.localtime(now).tm_hour
-    return start == stop or (start <= hour < stop if start < stop else hour >= start or hour < stop)
-
-
-def _seconds_to_hour(hour: int, now: float) -> float:
-    local = time.localtime(now)
-    passed_s = local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec
-    return float((hour * 3600 - passed_s) % 86400 or 86400)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from potluck.worker.terms import Condition
+
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
@@ -21,6 +23,8 @@ class JoinOptions:
     max_memory_bytes: int = 0  # 0 for no limit
     share_dir: Path | None = None  # where workers of this machine share downloads; None for each its own
     hours: tuple[int, int] | None = None  # local hours of the day in which it works: from, to
+    only_when: tuple[Condition, ...] = ()  # and only while all of these hold
+    max_upload_bytes_per_s: float = 0.0  # 0 for no limit
 
 
 class Leaving(Protocol):

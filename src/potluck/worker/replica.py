@@ -119,6 +119,23 @@ class TorchReplica:
         self._optimizer.restore(tensors)
         self._num_steps = num_steps
 
+    def whole_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """`local_state` and the parameters, under "params"."""
+        tensors, scalars = self.local_state()
+        return {**tensors, "params": self._flat.vector.cpu()}, scalars
+
+    def restore_whole_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Go on from what `whole_state` gave. CorruptError, and nothing has changed, if it is not of this model."""
+        inner = dict(tensors)
+        params = inner.pop("params", torch.empty(0))
+        if params.dtype != torch.float32 or list(params.shape) != [self.layout.numel]:
+            raise CorruptError(
+                f"the state holds {params.dtype} {list(params.shape)} as parameters and the model has "
+                f"{self.layout.numel} of torch.float32"
+            )
+        self.restore_local_state(inner, scalars)
+        self.load(params)
+
     def reset_local_state(self) -> None:
         """As before the first step."""
         self._optimizer.reset()

@@ -25,14 +25,17 @@ from potluck.strategies.replica import TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, TaskFunction, decode_arguments, installed
 from potluck.transport.inline import MAX_BUNDLE_BYTES
-from potluck.types.errors import CorruptError, PotluckError, Refused
+from potluck.types.errors import CorruptError, PotluckError, Refused, ResourceError
 from potluck.types.ids import Digest
 from potluck.types.untrusted import printable
 from potluck.types.vector import Vector
 from potluck.worker.feedback import write_update
 from potluck.worker.link import Link
+from potluck.worker.replica import TorchReplica
+from potluck.worker.resumable import TaskSuspended
 from potluck.worker.session import Post
 from potluck.worker.share import MachineShare
+from potluck.worker.snapshots import task_name
 from potluck.worker.sources import Sources
 from potluck.worker.state import RunFolder
 from potluck.worker.trainer import Trainer
@@ -45,6 +48,10 @@ max_way = 8
 
 def lease_id(lease: pb.Lease | pb.TaskResult) -> LeaseId:
     return (lease.round, lease.attempt, lease.key)
+
+
+def _pass() -> None:
+    """Nothing, for a modelled device to spend time on."""
 
 
 def session_of(id: LeaseId) -> LeaseId:
@@ -64,7 +71,7 @@ class Runner:
         self.folder, self.trainer, self.sources, self.link = folder, trainer, sources, link
         self._clock, self._compute, self._files, self._note, self._cost_s = clock, compute, files, note, cost_s
         self._share = share
-        self._seed, self._up_rules = spec.seed, CodecPolicy.from_json("fp32", spec.up_rules).rules
+        self._spec, self._up_rules = spec, CodecPolicy.from_json("fp32", spec.up_rules).rules
         self.wanted: dict[LeaseId, pb.Lease] = {}
         self.results: dict[LeaseId, pb.TaskResult] = {}
         self.inline_results: dict[LeaseId, bytes] = {}  # packed
@@ -72,6 +79,7 @@ class Runner:
         self.current: LeaseId | None = None
         self.activity = ("waiting", 0)
         self.adopted = ""
+        self.held = False  # nothing is begun
         self.changed = asyncio.Event()  # something new to report
         self.inline_changed = asyncio.Event()
         self.emitted = asyncio.Event()  # a session has something to send
@@ -80,8 +88,8 @@ class Runner:
         self._inputs: list[pb.SessionInput] = []  # that the coordinator wants sessions to have
         self._inputs_wake = asyncio.Event()
         self._recent: deque[tuple[Digest, ...]] = deque(maxlen=recent_leases)  # what the last leases needed
-        self._lost: dict[LeaseId, pb.TaskResult] = {}  # results to be sent again
-        self._unsent: set[Digest] = set()  # results that are encoded and not yet among `results`
+        self._unsent: dict[LeaseId, pb.TaskResult] = {}  # whose objects are to be sent, or sent again
+        self._encoded: set[Digest] = set()  # results that are encoded and not yet among `results`
         self._storing = threading.Lock()  # held while a result gets its name, and while objects are collected
         self._saving = asyncio.Lock()
         self._wake = asyncio.Event()
@@ -89,7 +97,7 @@ class Runner:
 
     async def restore(self) -> None:
         """Results of an earlier process that nobody acknowledged yet."""
-        self.results = await self._files.run(self.folder.load_results)
+        self.results, self._unsent = await self._files.run(self.folder.load_results)
 
     # What the coordinator wants
 
@@ -107,8 +115,10 @@ class Runner:
                 self._send_again((verdict.round, verdict.attempt, verdict.key))
         settled = {(v.round, v.attempt, v.key) for v in desired.verdicts if v.verdict != "missing"}
         gone = [i for i in self.results if i in settled or session_of(i) not in self.wanted]
+        gone += [i for i in self._unsent if i not in self.wanted]
         for id in gone:
-            del self.results[id]
+            self.results.pop(id, None)
+            self._unsent.pop(id, None)
             self.inline_results.pop(id, None)
         if self.current is not None and self.current not in self.wanted:
             self.cancel()
@@ -123,9 +133,7 @@ class Runner:
     def _send_again(self, id: LeaseId) -> None:
         """The coordinator has lost this result's object."""
         if id in self.wanted and id in self.results:
-            answer = self.results.pop(id)
-            self._unsent.add(Digest(answer.object))
-            self._lost[id] = answer
+            self._unsent[id] = self.results.pop(id)
 
     def cancel(self) -> None:
         """The running task ends at its next step, a session also where it waits for an input."""
@@ -133,9 +141,21 @@ class Runner:
         for post in list(self.posts.values()):
             post.cancel()
 
+    def hold(self) -> None:
+        """Stop training after the step under way and begin nothing more, until `release`. A session goes on."""
+        self.held = True
+        if not self.posts:
+            self.trainer.suspend()
+
+    def release(self) -> None:
+        self.held = False
+        self._wake.set()
+
     async def _tidy(self, versions: list[str]) -> None:
         """Drop what nobody asks for any more."""
         leases = list(self.wanted.values())
+        if not any(lease.kind == "pinned" for lease in leases):
+            await self._files.run(self.folder.snapshot.drop)
         keep = [*versions, *(x.next_version for x in leases), *(x.base_version for x in leases)]
         await self._files.run(self.folder.keep_versions, keep)
         await self._save_results()
@@ -144,18 +164,22 @@ class Runner:
     def _collect(self) -> None:
         """In a file thread, so on copies of what the event loop changes."""
         with self._storing:
-            needed = {Digest(r.object) for r in list(self.results.values()) if r.object}
+            results = [*list(self.results.values()), *list(self._unsent.values())]
+            needed = {Digest(r.object) for r in results if r.object}
             leases = list(self.wanted.values())
             needed |= {Digest(d) for lease in leases for d in lease.objects}
             needed |= {Digest(d) for lease in leases for delta in lease.deltas for d in (delta.base, delta.delta)}
             needed |= {digest for digests in list(self._recent) for digest in digests}
             needed |= {digest for post in list(self.posts.values()) for digest in post.objects()}
             needed |= {Digest(d) for given in list(self._inputs) for d in given.objects}
-            self.folder.objects.collect((needed | self._unsent | self.sources.digests()).__contains__)
+            self.folder.objects.collect((needed | self._encoded | self.sources.digests()).__contains__)
 
     async def _save_results(self) -> None:
         async with self._saving:  # the later state is written later
-            await self._files.run(self.folder.save_results, dict(self.results))
+            try:
+                await self._files.run(self.folder.save_results, dict(self.results), dict(self._unsent))
+            except ResourceError as error:  # it costs a restarted worker the work, and this one nothing
+                self._note(f"{error}; a result would not survive the end of this process")
 
     def _post_of(self, given: pb.SessionInput) -> tuple[LeaseId, Post] | None:
         return next(((id, post) for id, post in self.posts.items() if id[2] == given.key), None)
@@ -204,7 +228,7 @@ class Runner:
 
     async def _work(self) -> None:
         while True:
-            waiting = [x for id, x in self.wanted.items() if id not in self.results]
+            waiting = [x for id, x in self.wanted.items() if id not in self.results and not self.held]
             if not waiting:
                 self._wake.clear()
                 await self._wake.wait()
@@ -238,14 +262,17 @@ class Runner:
         )
 
     async def _do_or_send_again(self, lease: pb.Lease) -> None:
-        answer = self._lost.pop(lease_id(lease), None)
-        if answer is None or not self.folder.objects.has(digest := Digest(answer.object)):
+        answer = self._unsent.get(lease_id(lease))
+        if answer is not None and await self._files.run(self._is_whole, lease, answer):
+            await self._send(lease, answer)
+        else:
+            self._unsent.pop(lease_id(lease), None)
             await self._do(lease)
-            return
-        self.activity = ("uploading", 0)
-        await self.link.retry(lambda connection: self._push(connection, digest, lease))
-        self._report(answer)
-        await self._save_results()
+
+    def _is_whole(self, lease: pb.Lease, answer: pb.TaskResult) -> bool:
+        """Whether a result is here with the state that belongs to it. In a file thread."""
+        has_state = not lease.next_version or self.folder.has_version(lease.next_version)
+        return has_state and self.folder.objects.has(Digest(answer.object))
 
     async def _do(self, lease: pb.Lease) -> None:
         function = installed(lease.task)
@@ -258,22 +285,56 @@ class Runner:
             await self._fetch(digest, lease.deltas)
         operands = await self._wait_operands(lease) if lease.num_inline else {}
         arguments = await self._files.run(self._decode, json.loads(lease.arguments_json), operands)
-        started = self._clock.now()
+        self.trainer.num_steps = self.trainer.num_batches = 0
         self.activity = ("training", 0)
-        result = await self._compute.run(self._perform, function, lease, arguments, cost_s=self._cost_s(lease))
-        seconds = self._clock.now() - started
+        if cost_s := self._cost_s(lease):
+            result, seconds = await self._train_modelled(function, lease, arguments, cost_s)
+        else:
+            started = self._clock.now()
+            result = await self._compute.run(self._perform, function, lease, arguments, started)
+            seconds = self._clock.now() - started + self.trainer.seconds_before
         if lease_id(lease) not in self.wanted:
             raise TaskCancelled
         await self._deliver(lease, result, seconds)
 
-    def _perform(self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any]) -> Result:
+    async def _train_modelled(
+        self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any], cost_s: float
+    ) -> tuple[Result, float]:
+        """Where compute takes modelled time, a task of which snapshots are taken is done in pieces: each ends with a
+        snapshot and is computed once its time has passed, so that who dies meanwhile loses that piece."""
+        total = -(-lease.num_sequences // self._spec.inner.sequences_per_step)
+        every = self._spec.snapshot_every_steps if lease.kind == "pinned" else 0
+        done, stop = 0, total
+        while True:
+            if every:
+                before, done = stop, await self._files.run(self.folder.snapshot.num_steps, task_name(lease))
+                stop = min(done + every, total) if before == total or done == before else total
+            started = self._clock.now()
+            await self._compute.run(_pass, cost_s=cost_s * ((stop - done) / total if total else 1.0))
+            try:
+                result = await self._compute.run(
+                    self._perform, function, lease, arguments, started, stop if stop < total else 0
+                )
+            except TaskSuspended:
+                if self.held:
+                    raise
+                continue
+            if stop < total:  # it is not one that stops
+                await self._compute.run(_pass, cost_s=cost_s * (total - stop) / total)
+            return result, self._clock.now() - started + self.trainer.seconds_before
+
+    def _perform(
+        self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any], begun_at: float,
+        stop_after: int = 0,
+    ) -> Result:  # fmt: skip
         """In the compute thread."""
         pinned = function.kind != "pure"
         with self.sources.open(lease) as source:
-            replica = self.trainer.prepare(lease, source, pinned=pinned)
-            if lease_id(lease) not in self.wanted:
+            replica = self.trainer.prepare(lease, source, pinned=pinned, begun_at=begun_at, stop_after=stop_after)
+            if lease_id(lease) not in self.wanted or self.held:
                 raise TaskCancelled  # `prepare` has forgotten a cancel that came before it
             if function.kind == "session":
+                assert isinstance(replica, TorchReplica), "only a pinned task is gone on with"
                 post = Post(self._emitted)
                 replica.mailbox = self.posts[lease_id(lease)] = post
                 self._loop.call_soon_threadsafe(self._inputs_wake.set)  # some may be here already
@@ -291,25 +352,37 @@ class Runner:
             key=lease.key, attempt=lease.attempt, round=lease.round,
             scalars_json=json.dumps(dict(result.scalars)), seconds=seconds,
         )  # fmt: skip
-        if result.tensors:
-            self.activity = ("uploading", 0)
-            digest = await self._files.run(self._encode, lease, result.tensors)
-            try:
-                await self.link.retry(lambda connection: self._push(connection, digest, lease))
-            except PotluckError:
-                self._unsent.discard(digest)
-                raise
-            answer.object = digest
         if result.inline:
             answer.num_inline = len(result.inline)
             self.inline_results[lease_id(lease)] = await self._files.run(pack_tensors, result.inline)
             self.inline_changed.set()
+        if result.tensors:
+            self.activity = ("uploading", 0)
+            answer.object = await self._files.run(self._encode, lease, result.tensors)
+            self._unsent[lease_id(lease)] = answer
+            self._encoded.discard(Digest(answer.object))
+        else:
+            self._report(answer)
+        await self._save_results()  # from here on a restart only sends it
+        if lease.kind == "pinned":
+            await self._files.run(self.folder.snapshot.drop)
+        if result.tensors:
+            await self._send(lease, answer)
+
+    async def _send(self, lease: pb.Lease, answer: pb.TaskResult) -> None:
+        """Bring a result's object to the coordinator, as far as it is not there, and then report it."""
+        self.activity = ("uploading", 0)
+        digest = Digest(answer.object)
+        try:
+            await self.link.retry(lambda connection: self._push(connection, digest, lease))
+        finally:
+            self._unsent.pop(lease_id(lease), None)
         self._report(answer)
         await self._save_results()
 
     def _report(self, answer: pb.TaskResult) -> None:
         self.results[lease_id(answer)] = answer
-        self._unsent.discard(Digest(answer.object))
+        self._encoded.discard(Digest(answer.object))
 
     async def deliver_emissions(self) -> None:
         """Turn what running sessions emitted into results to report."""
@@ -432,11 +505,11 @@ class Runner:
         with self.folder.objects.scratch("result", flat_size(name, layout, policy)) as path:
             write_update(
                 path, name, vector, layout=layout, policy=policy, beta=spec.beta, lease=lease, folder=self.folder,
-                seed=self._seed,
+                seed=self._spec.seed,
             )  # fmt: skip
             with self._storing:
                 digest = self.folder.objects.adopt(path)
-                self._unsent.add(digest)
+                self._encoded.add(digest)
         return digest
 
     # What to report

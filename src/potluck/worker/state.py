@@ -5,10 +5,11 @@
     STATE/runs/RUN/objects/      what it downloaded and will upload
     STATE/runs/RUN/local/VERSION.safetensors   inner optimizer, data position: one file a version
     STATE/runs/RUN/local/VERSION.residual      what codecs lost so far (worker/feedback.py), fp32
-    STATE/runs/RUN/results.json  finished work that the coordinator has not acknowledged
+    STATE/runs/RUN/snapshot-N    the task under way, after some of its steps (worker/snapshots.py)
+    STATE/runs/RUN/results.json  finished work: on its way to the coordinator, or not acknowledged by it
 
 A task reads version v and writes v+1 beside it. The worker adopts v+1 when the coordinator says it was committed and
-drops it otherwise, so a kill at any moment loses at most the task that ran.
+drops it otherwise. So a kill at any moment loses the steps since the last snapshot, and nothing once the task is done.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from potluck.protocol import pb
 from potluck.storage.files import remove_unfinished, require_free, write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import CorruptError, ResourceError
+from potluck.worker.snapshots import SnapshotFile
+
+Results = Mapping[LeaseId, pb.TaskResult]
 
 
 class RunFolder:
@@ -39,6 +43,7 @@ class RunFolder:
         self._local = root / "local"
         self._local.mkdir(parents=True, exist_ok=True)
         self.objects = ObjectStore(root / "objects")
+        self.snapshot = SnapshotFile(root, self.objects.spares)
         for folder in (root, self._local):
             remove_unfinished(folder)
 
@@ -90,18 +95,27 @@ class RunFolder:
             if path.stem not in stems:
                 path.unlink(missing_ok=True)
 
-    # Results that wait for their verdict
+    # Results
 
-    def save_results(self, results: Mapping[LeaseId, pb.TaskResult]) -> None:
-        rows = [base64.b64encode(r.SerializeToString()).decode() for r in results.values() if not r.num_inline]
-        write_atomic(self.root / "results.json", json.dumps(rows).encode())
+    def save_results(self, sent: Results, unsent: Results) -> None:
+        """`sent` wait for their verdict, the objects of `unsent` are not all at the coordinator."""
+        write_atomic(self.root / "results.json", json.dumps({"sent": _rows(sent), "unsent": _rows(unsent)}).encode())
 
-    def load_results(self) -> dict[LeaseId, pb.TaskResult]:
+    def load_results(self) -> tuple[dict[LeaseId, pb.TaskResult], dict[LeaseId, pb.TaskResult]]:
         path = self.root / "results.json"
         if not path.exists():
-            return {}
+            return {}, {}
         try:
-            results = [pb.TaskResult.FromString(base64.b64decode(row)) for row in json.loads(path.read_bytes())]
+            found = json.loads(path.read_bytes())
+            return _results(found["sent"]), _results(found["unsent"])
         except Exception:  # a broken list of results costs their work, nothing else
-            return {}
-        return {(r.round, r.attempt, r.key): r for r in results}
+            return {}, {}
+
+
+def _rows(results: Results) -> list[str]:
+    return [base64.b64encode(r.SerializeToString()).decode() for r in results.values() if not r.num_inline]
+
+
+def _results(rows: Iterable[str]) -> dict[LeaseId, pb.TaskResult]:
+    results = [pb.TaskResult.FromString(base64.b64decode(row)) for row in rows]
+    return {(r.round, r.attempt, r.key): r for r in results}
