@@ -152,8 +152,8 @@ class Pacer:
 class PacedChannel:
     """An end of a worker's stream, whose chunks pass at the pace of the limits: the coordinator's, which `sends` down.
 
-    What the other end sends is taken later, so that the link itself makes it wait. ConnectionLost where for `patience_s`
-    that end neither takes nor sends a chunk: an abandoned stream would keep its share of what may be on its way.
+    What the other end sends is taken later, so that the link itself makes it wait. ConnectionLost where it neither
+    takes nor sends a chunk for `patience_s`: an abandoned stream would keep its share of what may be on its way.
     """
 
     def __init__(
