@@ -2,7 +2,9 @@
 
     relative progress = (L0 - L_codec) / (L0 - L_fp32)         L0: the common start's validation loss
 
-Seeds are paired: with one seed every codec has the same start, data and rates. Otherwise as `bench convergence`.
+Seeds are paired: with one seed every codec has the same start, data and rates. Otherwise as `bench convergence`, but for
+sparse codecs: they take the outer step of SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706), rate 1 and no momentum, whose
+part error feedback plays, and synchronise five times as often, since a round sends one value of 64.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 from potluck.bench.convergence import Lab, Setting, diloco, num_workers
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
 
+sparse = {"num_inner_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
 compared = ("int8+ef", "int4+ef", "topk(1.5625%)+2bit+ef")
 
 
@@ -40,7 +44,7 @@ def bench_quality(
             whole_gain = 0.0
             for codec in ("fp32", *codecs):
                 done = lab.train(
-                    diloco(setting), start.params, workers=num_workers, num_steps=setting.num_steps, lr=lr,
+                    diloco(replace(setting, **sparse) if codec.startswith("topk") else setting), start.params, workers=num_workers, num_steps=setting.num_steps, lr=lr,
                     data_seed=seed * 10 + 2, codecs=(codec, "fp32"),
                 )  # fmt: skip
                 gain = done.first_loss - done.loss
