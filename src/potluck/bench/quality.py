@@ -2,9 +2,9 @@
 
     relative progress = (L0 - L_codec) / (L0 - L_fp32)         L0: the common start's validation loss
 
-Seeds are paired: with one seed every codec has the same start, data and rates. Otherwise as `bench convergence`, but for
-sparse codecs: they take the outer step of SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706), rate 1 and no momentum, whose
-part error feedback plays, and synchronise five times as often, since a round sends one value of 64.
+Seeds are paired: with one seed every codec has the same start, data and rates. Otherwise as `bench convergence`, but
+for sparse codecs: they take the outer step of SparseLoCo (arXiv:2508.15706), rate 1 and no momentum, whose part error
+feedback plays, and synchronise five times as often, since a round sends one value of 64.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def bench_quality(
             )  # fmt: skip
             whole_gain = 0.0
             for codec in ("fp32", *codecs):
+                own = replace(setting, **sparse) if codec.startswith("topk") else setting
                 done = lab.train(
-                    diloco(replace(setting, **sparse) if codec.startswith("topk") else setting), start.params, workers=num_workers, num_steps=setting.num_steps, lr=lr,
+                    diloco(own), start.params, workers=num_workers, num_steps=setting.num_steps, lr=lr,
                     data_seed=seed * 10 + 2, codecs=(codec, "fp32"),
                 )  # fmt: skip
                 gain = done.first_loss - done.loss
