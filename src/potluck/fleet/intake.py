@@ -182,8 +182,9 @@ class Intake:
         if "@" in result.key:
             await self._fleet.emitted(lease, result.step, scalars, result.object)
         else:
-            in_all_s = self._clock.now() - lease.issued_at
-            member.observe(lease.message.task, self._seconds(lease, result), lease.units, in_all_s=in_all_s)
+            seconds, in_all_s = self._seconds(lease, result), self._clock.now() - lease.issued_at
+            member.observe(lease.message.task, seconds, lease.units, in_all_s=in_all_s)
+            self._fleet.paces.observe(member.id, seconds, lease.message.num_sequences)
             is_first = await self._fleet.accept(lease, scalars, result.object, inline)
         verdict = ("accepted", "") if is_first else ("dropped", "another worker was first")
         self._verdict(member, (result.round, result.attempt, result.key), *verdict)

@@ -9,7 +9,7 @@ All methods block: call them in an executor.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ CREATE TABLE IF NOT EXISTS versions (worker TEXT PRIMARY KEY, version TEXT NOT N
 CREATE TABLE IF NOT EXISTS contributions (
     worker TEXT PRIMARY KEY, tokens INTEGER NOT NULL, rounds INTEGER NOT NULL, bytes_up INTEGER NOT NULL,
     bytes_down INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS paces (worker TEXT PRIMARY KEY, seconds TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS metrics (round INTEGER, name TEXT, value REAL NOT NULL, PRIMARY KEY (round, name));
 """
 
@@ -178,6 +179,12 @@ class Ledger:
             "INSERT OR REPLACE INTO decisions VALUES (?, ?, ?, ?)", (round, attempt, name, json.dumps(value))
         )
 
+    def decide_all(self, round: int, attempt: int, values: Mapping[str, Any]) -> None:
+        """All of them or none."""
+        with self._db.transaction():
+            for name, value in values.items():
+                self.decide(round, attempt, name, value)
+
     def decisions(self, round: int, attempt: int) -> dict[str, Any]:
         rows = self._db.query("SELECT name, value FROM decisions WHERE round = ? AND attempt = ?", (round, attempt))
         return {str(name): json.loads(value) for name, value in rows}
@@ -214,8 +221,11 @@ class Ledger:
             LeaseRow(key=k, issue=i, worker=w, lease=bytes(blob), status=s, reason=r) for k, i, w, blob, s, r in rows
         ]
 
-    def reply(self, round: int, attempt: int, row: ReplyRow, issue: int) -> bool:
-        """Log an accepted reply and close its lease. False if the task had a reply already: the first one stays."""
+    def reply(self, round: int, attempt: int, row: ReplyRow, issue: int, pace: Sequence[float] = ()) -> bool:
+        """Log an accepted reply and close its lease. False if the task had a reply already: the first one stays.
+
+        `pace` is what its worker took for a training sequence, this time and before.
+        """
         with self._db.transaction():
             is_first = self._db.execute(
                 "INSERT INTO replies (round, attempt, key, worker, object, scalars, version) VALUES (?,?,?,?,?,?,?) "
@@ -223,6 +233,8 @@ class Ledger:
                 (round, attempt, row.key, row.worker, row.object, json.dumps(dict(row.scalars)), row.version),
             )
             self.settle(round, attempt, row.key, issue, "replied" if is_first else "lost")
+            if pace:
+                self._db.execute("INSERT OR REPLACE INTO paces VALUES (?, ?)", (row.worker, json.dumps(list(pace))))
             return bool(is_first)
 
     def replies(self, round: int, attempt: int) -> list[ReplyRow]:
@@ -240,6 +252,10 @@ class Ledger:
     def versions(self) -> dict[str, str]:
         """The committed pinned state of each worker."""
         return {str(w): str(v) for w, v in self._db.query("SELECT worker, version FROM versions")}
+
+    def paces(self) -> dict[str, list[float]]:
+        """Seconds for a training sequence in the last tasks of each worker."""
+        return {str(w): json.loads(seconds) for w, seconds in self._db.query("SELECT worker, seconds FROM paces")}
 
     def add_traffic(self, worker: str, up: int, down: int) -> None:
         self._db.execute(
