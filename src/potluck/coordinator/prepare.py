@@ -110,6 +110,7 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         validation=recipe.validation,
         aggregation=recipe.aggregation,
         transfer=recipe.transfer,
+        divergence=recipe.divergence,
         up_codec=recipe.codec.up,
         down_codec=recipe.codec.down,
         up_rules=recipe.codec.rules("up"),

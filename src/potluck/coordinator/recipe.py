@@ -29,6 +29,7 @@ from potluck.codecs.base import codec, codec_names
 from potluck.codecs.policy import CodecPolicy, CodecRule
 from potluck.codecs.spec import parse_spec
 from potluck.coordinator.core import CheckpointConfig, ValidationConfig
+from potluck.coordinator.divergence import DivergenceConfig
 from potluck.coordinator.faults import nearest, sentence
 from potluck.coordinator.shipped import shipped
 from potluck.coordinator.transfer import TransferConfig
@@ -142,6 +143,7 @@ class Recipe(BaseModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
     transfer: TransferConfig = TransferConfig()
+    divergence: DivergenceConfig = DivergenceConfig()
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as JSON values in the form of its file; `parse_recipe` reads it back to an equal recipe."""
@@ -162,6 +164,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "checkpoint": CheckpointConfig,
     "validation": ValidationConfig,
     "transfer": TransferConfig,
+    "divergence": DivergenceConfig,
 }
 
 ALTERNATIVES = (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
 
 
@@ -19,6 +21,20 @@ class Attempt:
     leases: dict[str, list[LeaseRow]] = field(default_factory=dict[str, list[LeaseRow]])
     decisions: dict[str, Any] = field(default_factory=dict[str, Any])
     consumed: dict[str, ReplyRow] = field(default_factory=dict[str, ReplyRow])
+
+    def inputs(self, key: str) -> list[pb.SessionInput]:
+        """What was sent to a session and not yet taken."""
+        prefix = f"input/{key}/"
+        return [
+            pb.SessionInput(
+                key=key,
+                step=int(name[len(prefix) :]),
+                arguments_json=json.dumps(value["arguments"]),
+                objects=value["objects"],
+            )
+            for name, value in self.decisions.items()
+            if name.startswith(prefix) and not value["acknowledged"]
+        ]
 
 
 def read_attempt(ledger: Ledger, round: int, attempt: int, first: Mapping[str, Any] | None = None) -> Attempt:

@@ -71,6 +71,7 @@ class LiveFleet:
         self._inline: dict[str, Mapping[str, Tensor]] = {}  # inline tensors of replies, by key
         self.versions: dict[str, str] = {}  # the committed pinned state of each worker
         self.paces = Paces(run, roster)
+        self.overflowed: set[WorkerId] = set()  # to whom a loss or gradient of this attempt was not finite
         self._num_outputs = 0
         self.phase = "starting"
         self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of work that was given up
@@ -92,6 +93,7 @@ class LiveFleet:
             first[PACES] = self.paces.decided(first["cohort"])
         self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt, first)
         self._inline.clear()
+        self.overflowed.clear()
         self._num_outputs = 0
 
     async def recover_floating(self) -> None:
@@ -144,6 +146,14 @@ class LiveFleet:
         sent = {Digest(d) for x in leases for given in self.inputs(x.message.key) for d in given.objects}
         replied = {Digest(r.object) for r in self.floating.replies.values() if r.object}
         return self.publisher.objects() | named | sent | replied
+
+    def restart(self) -> None:
+        """The run goes back: nothing that was handed out counts any more, nor what workers have kept of it."""
+        for lease in list(self.book.open.values()):
+            self._give_up(lease, "the run went back to an earlier round")
+        self.floating, self._now = Attempt(round=FLOATING), Attempt()
+        self.versions.clear()
+        self.end(committed=False)
 
     def end(self, *, committed: bool) -> None:
         """The attempt is over and written down: what is still open of it is not wanted any more."""
@@ -249,12 +259,11 @@ class LiveFleet:
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Who was here when the attempt began, as it was written down then."""
-        members, paces = self.roster.members, read_paces(self._now.decisions.get(PACES, {}))
+        members, unknown = self.roster.members, DeviceProfile(device="cpu")
         ids = [WorkerId(w) for w in self._now.decisions.get("cohort", ())]
-        unknown = DeviceProfile(device="cpu")
-        profiles = [members[w].profile if w in members else unknown for w in ids]
+        paces = read_paces(self._now.decisions.get(PACES, {}))
         return tuple(
-            WorkerInfo(id=w, profile=profile, pace=paces.get(w)) for w, profile in zip(ids, profiles, strict=True)
+            WorkerInfo(id=w, profile=members[w].profile if w in members else unknown, pace=paces.get(w)) for w in ids
         )
 
     async def ready(self, num_workers: int) -> None:
@@ -448,17 +457,7 @@ class LiveFleet:
 
     def inputs(self, key: str) -> list[pb.SessionInput]:
         """What was sent to a session and not yet taken."""
-        prefix = f"input/{key}/"
-        return [
-            pb.SessionInput(
-                key=key,
-                step=int(name[len(prefix) :]),
-                arguments_json=json.dumps(value["arguments"]),
-                objects=value["objects"],
-            )
-            for name, value in self.floating.decisions.items()
-            if name.startswith(prefix) and not value["acknowledged"]
-        ]
+        return self.floating.inputs(key)
 
     def acknowledge_input(self, key: str, step: int) -> None:
         value = self.floating.decisions.get(f"input/{key}/{step}")
