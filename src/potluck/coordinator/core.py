@@ -219,7 +219,7 @@ class Coordinator:
         self.losses = dict(await run(self.ledger.metrics, "validation_loss"))
         self._given = {row["id"]: row for row in await run(self.ledger.contributions)}
         self.operations = await run(self.ledger.operations)
-        last = 2 * self.plan.divergence.window_rounds
+        last = Watch.num_needed(self.plan.divergence)
         norms = dict(await run(self.ledger.metrics, "step_norm", last))
         losses = await run(self.ledger.metrics, "loss", last)
         figures = [RoundFigures(round=r, loss=x, step_norm=norms.get(r, 0.0)) for r, x in losses]

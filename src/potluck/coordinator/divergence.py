@@ -1,12 +1,13 @@
 """Whether training has come apart: the loss of a round, or the step it took, far beyond those of the rounds before.
 
-    excess(x) = (x - median) / max(1.4826 MAD, floor)        over the last rounds that were not suspected themselves
+    limit = median + deviations * max(1.4826 MAD, floor)        over the last rounds that were not suspected themselves
 
-x is the training loss (floor: a twentieth of the median), or the logarithm of |theta' - theta| (floor: 0.35). A loss
-whose excess is over `deviations` makes its round suspected; so many suspected rounds in a row, and the run has diverged.
-A step beyond that, by which the model would go up by a factor of 66 and more, is not taken at all: nor is one that is
-not finite, and nor does a run go on whose workers all find their losses not finite. MAD is the median absolute
-deviation; 1.4826 MAD estimates the standard deviation (Rousseeuw and Croux 1993).
+of the training loss (floor: a twentieth of the median, and 0.05), and of log |theta' - theta| (floor: 0.35, so that a
+step of 66 times the usual norm is the least that is too large). A loss above its limit, or above the lowest limit that
+a whole window had, makes its round suspected; so many suspected rounds in a row, and the run has diverged. A step above
+its limit is not taken at all, nor is one that is not finite, and a run does not go on when the workers find their
+losses not finite. MAD is the median absolute deviation; 1.4826 MAD estimates a standard deviation (Rousseeuw and Croux
+1993).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from potluck.types.errors import RoundFailed
 _normal = 1.4826
 _loss_floor = 0.05
 _step_floor = 0.35
+_num_windows = 10
+"""In which the lowest limit of the loss is looked for: a slow rise would take the median with it."""
 min_rounds = 8
 """With fewer to compare with, only what is not finite is noticed."""
 
@@ -67,6 +70,7 @@ class Watch:
         self.config = config
         self._trusted: list[RoundFigures] = []
         self._suspected: list[int] = []
+        self._limits: list[float] = []  # of the loss, of whole windows
         for figures in committed:
             self.commit(figures)
 
@@ -110,18 +114,29 @@ class Watch:
         self._suspected.clear()
         self._trusted.append(figures)
         del self._trusted[: -self.config.window_rounds]
+        if len(self._trusted) == self.config.window_rounds:
+            self._limits.append(self._loss_limit())
+            del self._limits[: -_num_windows * self.config.window_rounds]
+
+    @staticmethod
+    def num_needed(config: DivergenceConfig) -> int:
+        """Committed rounds that a watch has to be told of to judge as one that was told of all."""
+        return (_num_windows + 2) * config.window_rounds
 
     def _is_high(self, loss: float) -> bool:
+        return loss > min([*self._limits, self._loss_limit()])
+
+    def _loss_limit(self) -> float:
         losses = [f.loss for f in self._trusted]
-        return self._excess(loss, losses, _loss_floor * abs(statistics.median(losses or [0.0]))) > self.config.deviations
+        return self._limit(losses, max(_loss_floor * abs(statistics.median(losses or [0.0])), _loss_floor))
 
     def _is_far(self, norm: float) -> bool:
         logs = [math.log(f.step_norm) for f in self._trusted if f.step_norm > 0]
-        return norm > 0 and self._excess(math.log(norm), logs, _step_floor) > self.config.deviations
+        return norm > 0 and math.log(norm) > self._limit(logs, _step_floor)
 
-    def _excess(self, value: float, past: Sequence[float], floor: float) -> float:
+    def _limit(self, past: Sequence[float], floor: float) -> float:
         if len(past) < min_rounds:
-            return 0.0
+            return math.inf
         centre = statistics.median(past)
         spread = _normal * statistics.median(abs(x - centre) for x in past)
-        return (value - centre) / max(spread, floor, 1e-12)
+        return centre + self.config.deviations * max(spread, floor)
