@@ -243,6 +243,20 @@ def limit(
     say(asyncio.run(admin(run_name, "limit", limits=limits)))
 
 
+@app.command(name="set")
+def set_key(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="[RUN] KEY=VALUE...", help="The run's folder or name, and what to change.")
+    ],
+) -> None:
+    """Change the recipe of a run that goes on, or of one that is stopped. It is written down and survives restarts."""
+    from potluck.cli.operator import change
+
+    run_name = None if "=" in arguments[0] else arguments[0]
+    for setting in arguments if run_name is None else arguments[1:]:
+        say(asyncio.run(change(run_name, setting)))
+
+
 @app.command()
 def generate(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A model directory with its tokenizer.")],

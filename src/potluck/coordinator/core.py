@@ -30,7 +30,7 @@ from potluck.fleet.roster import LeaseId, Roster
 from potluck.planner.compression import CompressionConfig
 from potluck.storage.checkpoints import Checkpoints
 from potluck.storage.database import Database
-from potluck.storage.ledger import CommitRow, Ledger, Operation
+from potluck.storage.ledger import MARK, CommitRow, Ledger, Operation
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
 from potluck.strategies import evaluation
@@ -41,7 +41,7 @@ from potluck.transport.connection import Traffic
 from potluck.transport.pace import Pacer
 from potluck.types.errors import CorruptError, RoundFailed, RunStopped
 from potluck.types.ids import Digest, WorkerId
-from potluck.types.params import Layout
+from potluck.types.params import Layout, Params
 from potluck.types.vector import Vector
 
 last_validation_wait_s = 120.0
@@ -457,6 +457,17 @@ class Coordinator:
 
     # For everyone
 
+    def adopt(self, plan: Plan) -> None:
+        """Go on by a plan that differs in budget, fleet, checkpoints, validation, transfers or divergence."""
+        if plan.transfer != self.plan.transfer:
+            self.pacer.limit(plan.transfer.limits())
+        self.plan, self.config = plan, plan.fleet
+        self.facts = replace(self.facts, budget=plan.budget)
+        self.fleet.adopt(self.facts, plan.fleet)
+        self.checkpoints.keep = plan.checkpoint.keep
+        self._watch.config = plan.divergence
+        self.roster.signal()
+
     def stop(self, reason: str) -> None:
         """End the run at the next chance; the open round is taken up again by --resume."""
         self.stop_reason = self.stop_reason or reason
@@ -506,7 +517,7 @@ class Coordinator:
 
 def open_ledger(folder: Path, *, durable: bool) -> Ledger:
     """The run's ledger. CorruptError says what is lost with a damaged one: never what a checkpoint covers."""
-    path = folder / "ledger.db"
+    path = folder / MARK
     try:
         return Ledger(Database(path, durable=durable))
     except CorruptError as error:

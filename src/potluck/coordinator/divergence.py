@@ -36,7 +36,9 @@ class DivergenceConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     watch: bool = Field(default=True, description="false lets the run go on whatever happens")
-    window_rounds: int = Field(default=30, ge=min_rounds, le=10_000, description="rounds that a new one is held against")
+    window_rounds: int = Field(
+        default=30, ge=min_rounds, le=10_000, description="rounds that a new one is held against"
+    )
     deviations: float = Field(
         default=12.0, ge=3, description="robust standard deviations above the median that are too many"
     )

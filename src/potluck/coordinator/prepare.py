@@ -6,13 +6,13 @@ import json
 import secrets
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from potluck.coordinator.core import Plan
 from potluck.coordinator.deck import Deck
-from potluck.coordinator.recipe import Recipe
+from potluck.coordinator.recipe import Recipe, parse_recipe
 from potluck.data.manifest import Manifest, listed_data
 from potluck.data.prepare import PreparedData, prepare_shared
 from potluck.data.tokenizer import TextTokenizer, copy_tokenizer, pack_tokenizer
@@ -48,24 +48,46 @@ def run_identity(run_dir: Path, recipe: Recipe) -> str:
 
     What may change between starts is how long, how often and with whom: not the model, the data or the method.
     """
-    path = run_dir / IDENTITY
-    now = recipe.to_json()
-    if not path.exists():
+    if not (run_dir / IDENTITY).exists():
         return f"{recipe.name}-{secrets.token_hex(4)}"
-    try:
-        stored: dict[str, Any] = json.loads(path.read_bytes())
-        stored_id, stored_recipe = str(stored["run_id"]), dict(stored["recipe"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError(
-            f"{path} cannot be read ({error}); restore it from a copy or start in a new folder"
-        ) from error
+    stored_id, stored = _identity(run_dir)
+    now = recipe.to_json()
     for section in ("name", "seed", "model", "data", "strategy"):
-        if stored_recipe.get(section) != now.get(section):
+        if stored.get(section) != now.get(section):
             raise RecipeError(
                 f"{run_dir} holds a run with another `{section}`; give another folder with --dir, or go on "
                 "with an equal recipe"
             )
     return stored_id
+
+
+def stored_recipe(run_dir: Path) -> Recipe:
+    """The recipe that a run's folder was made with. CorruptError, RecipeError."""
+    return parse_recipe(_identity(run_dir)[1], f"the recipe in {run_dir / IDENTITY}")
+
+
+def _identity(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    path = run_dir / IDENTITY
+    try:
+        stored: dict[str, Any] = json.loads(path.read_bytes())
+        return str(stored["run_id"]), dict(stored["recipe"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptError(
+            f"{path} cannot be read ({error}); restore it from a copy or start in a new folder"
+        ) from error
+
+
+def replanned(plan: Plan, recipe: Recipe) -> Plan:
+    """The plan with what may change while a run goes on."""
+    return replace(
+        plan,
+        budget=recipe.budget.to_budget(),
+        fleet=recipe.fleet,
+        checkpoint=recipe.checkpoint,
+        validation=recipe.validation,
+        transfer=recipe.transfer,
+        divergence=recipe.divergence,
+    )
 
 
 def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Path, tell: Tell) -> Prepared:

@@ -83,6 +83,10 @@ class LiveFleet:
     def run(self) -> RunFacts:
         return self._run
 
+    def adopt(self, run: RunFacts, config: FleetConfig) -> None:
+        """Go by these from now on; a round that is under way keeps the facts that it began with."""
+        self._run, self.config, self.roster.config = run, config, config
+
     # The loop's side: attempts
 
     async def begin(self, round: int, attempt: int) -> None:
@@ -266,8 +270,8 @@ class LiveFleet:
             WorkerInfo(id=w, profile=members[w].profile if w in members else unknown, pace=paces.get(w)) for w in ids
         )
 
-    async def ready(self, num_workers: int) -> None:
-        """Wait until that many workers are here, never for a particular one.
+    async def ready(self, num_workers: int = 0) -> None:
+        """Wait until that many workers are here, never for a particular one; 0 for the recipe's `min_workers`.
 
         RunStopped when for `no_progress_s` all that are expected were quarantined: a bad worker that comes first must
         not end a run that others are about to join.
@@ -276,10 +280,11 @@ class LiveFleet:
         while True:
             now = self._clock.now()
             here, why_not = decide(self.roster.members.values(), now, self.config)
-            if len(here) >= num_workers:
+            needed = num_workers or self.config.min_workers  # an operator may change it meanwhile
+            if len(here) >= needed:
                 return
             names = ", ".join(w.id for w in here) or "none"
-            text = f"waiting for workers: {len(here)} of {num_workers} here ({names})"
+            text = f"waiting for workers: {len(here)} of {needed} here ({names})"
             self.phase = f"{text}; {why_not}" if why_not else text
             if not (known := self.roster.expected(now)) or not all(member.quarantined for member in known):
                 hopeful_at = now

@@ -15,6 +15,8 @@ from typing import Any
 
 from potluck.storage.database import Database
 
+MARK = "ledger.db"
+"""A folder with this file holds a run."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS attempts (
@@ -116,9 +118,7 @@ class Ledger:
         self._db.execute("INSERT INTO attempts VALUES (?, ?, 'open', '', ?)", (round, attempt, at))
         return attempt
 
-    def discard(
-        self, round: int, attempt: int, reason: str, deal: Any, operation: Operation | None = None
-    ) -> None:
+    def discard(self, round: int, attempt: int, reason: str, deal: Any, operation: Operation | None = None) -> None:
         with self._db.transaction():
             if operation is not None:
                 self.record(operation)
@@ -187,9 +187,7 @@ class Ledger:
                         "UPDATE contributions SET tokens = tokens - ?, rounds = rounds - 1 WHERE worker = ?",
                         (int(scalars.get("num_tokens", 0)), worker),
                     )
-            self._db.execute(
-                "UPDATE attempts SET status = 'discarded', reason = ? WHERE round >= ?", (reason, round)
-            )
+            self._db.execute("UPDATE attempts SET status = 'discarded', reason = ? WHERE round >= ?", (reason, round))
             for table in ("commits", "decisions", "leases", "replies"):
                 self._db.execute(f"DELETE FROM {table} WHERE round >= ?", (round,))
             self._db.execute("DELETE FROM metrics WHERE round > ?", (round,))
@@ -200,6 +198,14 @@ class Ledger:
                 self.record(operation)
 
     # The run as a whole
+
+    def keep_recipe(self, table: Mapping[str, Any]) -> None:
+        """The recipe that the run was started with the last time, as JSON values."""
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES ('recipe', ?)", (json.dumps(dict(table)),))
+
+    def recipe(self) -> dict[str, Any] | None:
+        rows = self._db.query("SELECT value FROM meta WHERE name = 'recipe'")
+        return json.loads(rows[0][0]) if rows else None
 
     def record(self, operation: Operation) -> None:
         row = (operation.at, operation.round, operation.kind, json.dumps(dict(operation.value)))

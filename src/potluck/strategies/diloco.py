@@ -42,7 +42,9 @@ from potluck.types.vector import Vector
 class DiLoCoConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_inner_steps: int = Field(default=100, ge=1, description="H: inner steps of each worker in a round; on average where work is balanced")
+    num_inner_steps: int = Field(
+        default=100, ge=1, description="H: inner steps of each worker in a round; on average where work is balanced"
+    )
     outer_lr: float = Field(default=0.7, gt=0, description="eta: size of the outer step")
     outer_momentum: float = Field(
         default=0.9, ge=0, lt=1, description="mu: Nesterov momentum; 0.6 suits runs of few rounds"
@@ -59,9 +61,7 @@ class DiLoCoState(State):
 
 
 @task("diloco.inner", kind="pinned", numbers=("num_tokens", "loss_sum"))  # the half that runs on the device
-def inner(
-    replica: Replica, *, theta: Vector, num_steps: int, mean_steps: int, progress: tuple[float, float]
-) -> Result:
+def inner(replica: Replica, *, theta: Vector, num_steps: int, mean_steps: int, progress: tuple[float, float]) -> Result:
     replica.load(theta)
     start, stop = progress
     steps = [replica.train_step(progress=start + (stop - start) * i / num_steps) for i in range(num_steps)]
