@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,8 @@ def of_folder(folder: Path) -> list[Operation]:
 
 def test_a_stopped_run_keeps_changes_until_its_recipe_is_edited(tmp_path: Path) -> None:
     given = recipe("budget.rounds=9", "fleet.min_workers=4")
-    ledger = Ledger(Database(tmp_path / MARK))
-    ledger.keep_recipe(given.to_json())
-    ledger.close()
+    Ledger(Database(tmp_path / MARK)).close()
+    (tmp_path / "recipe.json").write_text(json.dumps({"run_id": "it", "recipe": given.to_json()}))
     assert set_in_folder(tmp_path, "budget.rounds=12", at=5.0, by="me") == (
         "budget.rounds is 12, and was 9, when the run goes on"
     )

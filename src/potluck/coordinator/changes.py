@@ -116,8 +116,7 @@ def set_in_folder(folder: Path, setting: str, *, at: float, by: str) -> str:
 
 
 def _set_in_ledger(ledger: Ledger, folder: Path, setting: str, *, at: float, by: str) -> str:
-    table = ledger.recipe()
-    given = parse_recipe(table) if table is not None else stored_recipe(folder)
+    given = stored_recipe(folder)
     before, _ = with_changes(given, ledger.operations())
     key, recipe = changed(before, setting)
     state = ledger.last_state()

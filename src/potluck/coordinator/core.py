@@ -30,6 +30,7 @@ from potluck.fleet.roster import LeaseId, Roster
 from potluck.planner.compression import CompressionConfig
 from potluck.storage.checkpoints import Checkpoints
 from potluck.storage.database import Database
+from potluck.storage.files import rest
 from potluck.storage.ledger import MARK, CommitRow, Ledger, Operation
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
@@ -500,8 +501,10 @@ class Coordinator:
     def _close(self) -> None:
         self._write_traffic()
         self.ledger.close()
-        self.objects.spares.clear()
-        self.params.spares.clear()
+        for store in (self.objects, self.params):
+            store.spares.clear()
+            if not store.durable:
+                rest(store.root)
 
     def _write_traffic(self) -> None:
         """What moved since it was last written down."""

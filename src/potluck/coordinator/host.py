@@ -16,7 +16,7 @@ from potluck.coordinator.events import Event, OnEvent, write_metrics
 from potluck.coordinator.loop import train
 from potluck.coordinator.network import Network
 from potluck.coordinator.options import RESULT_FILE, HostOptions, Listening, RunResult, WorkerResult
-from potluck.coordinator.prepare import Prepared, prepare
+from potluck.coordinator.prepare import Prepared, prepare, replanned
 from potluck.coordinator.status import snapshot
 from potluck.models.export import save_model_dir
 from potluck.storage.files import FolderLock, write_atomic
@@ -88,13 +88,12 @@ class _Hosting:
         for key in passed:
             tell(f"{key} is as the recipe says, which was edited since `potluck set` changed it")
         prepared = await self.lanes.compute.run(
-            lambda: prepare(recipe, folder, objects, cache_dir=self.options.cache_dir, tell=tell)
+            lambda: prepare(given, folder, objects, cache_dir=self.options.cache_dir, tell=tell)
         )
         run = await Coordinator.open(
-            prepared.plan, folder, deck=prepared.deck, objects=objects, clock=self.clock, lanes=self.lanes,
-            on_event=self.tell,
+            replanned(prepared.plan, recipe), folder, deck=prepared.deck, objects=objects, clock=self.clock,
+            lanes=self.lanes, on_event=self.tell,
         )  # fmt: skip
-        await self.lanes.ledger.run(run.ledger.keep_recipe, given.to_json())
         gc.freeze()  # what imports made is no garbage: to look through it again would hold the event loop up
         (folder / RESULT_FILE).unlink(missing_ok=True)  # it goes on from here
         network = Network(run, Changes(given, recipe), address=self.options.address, port=self.options.port)

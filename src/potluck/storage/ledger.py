@@ -199,14 +199,6 @@ class Ledger:
 
     # The run as a whole
 
-    def keep_recipe(self, table: Mapping[str, Any]) -> None:
-        """The recipe that the run was started with the last time, as JSON values."""
-        self._db.execute("INSERT OR REPLACE INTO meta VALUES ('recipe', ?)", (json.dumps(dict(table)),))
-
-    def recipe(self) -> dict[str, Any] | None:
-        rows = self._db.query("SELECT value FROM meta WHERE name = 'recipe'")
-        return json.loads(rows[0][0]) if rows else None
-
     def record(self, operation: Operation) -> None:
         row = (operation.at, operation.round, operation.kind, json.dumps(dict(operation.value)))
         self._db.execute("INSERT INTO operations (at, round, kind, value) VALUES (?, ?, ?, ?)", row)
