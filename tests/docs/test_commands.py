@@ -2,8 +2,9 @@
 
 What takes minutes or other machines is read by the real command line, recipe and overrides included, and done for real
 elsewhere: `run` in tests/e2e/test_run.py; `host`, `join`, `invite`, `remove`, `stop` and `status` of a run that goes on
-in test_joining.py beside this file; `set` and moving a run in tests/e2e/test_moving.py; what `demo` adds, a kill and a return, in tests/e2e/test_run.py; the benches in
-tests/bench. scripts/docs is run by tests/cli/test_reference.py, scripts/test and scripts/check by .ci/run.
+in test_joining.py beside this file; `set` and moving a run in tests/e2e/test_moving.py; what `demo` adds, a kill and a
+return, in tests/e2e/test_run.py; the benches in tests/bench. scripts/docs is run by tests/cli/test_reference.py,
+scripts/test and scripts/check by .ci/run.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from e2e.processes import events, free_ports, potluck, start, wait_for, write_co
 from potluck.storage.database import Database
 from potluck.storage.ledger import MARK, Ledger
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 names = ("anna", "bert")
 
 
