@@ -201,10 +201,6 @@ def diverging(folder: Path, monkeypatch: pytest.MonkeyPatch, *, dies_in: str = "
     return run_virtual(main())
 
 
-class Dead(BaseException):
-    """kill -9 at this very place."""
-
-
 async def die_once(world: World, where: str) -> None:
     """Let the coordinator die before or after the transaction that goes back, and start again."""
     assert world.run is not None
@@ -217,8 +213,7 @@ async def die_once(world: World, where: str) -> None:
         reached.set()
         raise RoundFailed("the coordinator is about to die here")
 
-    monkey = ledger
-    monkey.roll_back = dying  # type: ignore[method-assign]
+    ledger.roll_back = dying  # type: ignore[method-assign]
     await reached.wait()
     with contextlib.suppress(RoundFailed):
         await world.crash_coordinator()
@@ -226,33 +221,37 @@ async def die_once(world: World, where: str) -> None:
     await world.start()
 
 
-def test_a_loss_that_explodes_sends_the_run_back_to_a_checkpoint_and_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = diverging(tmp_path, monkeypatch)
-    (back,) = [e for e in world.events if e.kind == "rolled_back"]
+@pytest.fixture(scope="module")
+def came_back(tmp_path_factory: pytest.TempPathFactory) -> World:
+    with pytest.MonkeyPatch.context() as patch:
+        return diverging(tmp_path_factory.mktemp("came-back"), patch)
+
+
+def last_params(world: World) -> torch.Tensor:
+    assert world.last is not None and world.last.state is not None
+    return world.last.params.read(world.last.state.params)
+
+
+def test_a_loss_that_explodes_sends_the_run_back_to_a_checkpoint_and_it_goes_on(came_back: World) -> None:
+    (back,) = [e for e in came_back.events if e.kind == "rolled_back"]
     assert back.text.startswith("the loss has been far above the usual 3.")
     assert back.detail["round"] == 8  # the checkpoint of round 12 is of the state that gave round 13 its loss
-    rounds = [e.detail["round"] for e in world.events if e.kind == "round"]
+    rounds = [e.detail["round"] for e in came_back.events if e.kind == "round"]
     assert rounds == [*range(1, 15), *range(9, 21)]
-    accounted(world)
-    saved = [e.detail["round"] for e in world.events if e.kind == "checkpoint"]
+    accounted(came_back)
+    saved = [e.detail["round"] for e in came_back.events if e.kind == "checkpoint"]
     assert saved == [4, 8, 12, 12, 16, 20]
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_coordinator_that_dies_on_the_way_back_ends_where_it_would_have(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, came_back: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        undisturbed = diverging(tmp_path / "undisturbed", patch)
-    with monkeypatch.context() as patch:
-        world = diverging(tmp_path / "died", patch, dies_in=where)
-    assert world.last is not None and undisturbed.last is not None
+    world = diverging(tmp_path, monkeypatch, dies_in=where)
+    assert world.last is not None
     assert [(o.kind, o.value["to_round"]) for o in world.last.operations] == [("roll_back", 8)]
     accounted(world)
-    states = [w.last.params.read(w.last.state.params) for w in (world, undisturbed) if w.last and w.last.state]
-    assert torch.equal(*states)
+    assert torch.equal(last_params(world), last_params(came_back))
 
 
 def test_a_learning_rate_that_diverges_is_noticed(tmp_path: Path) -> None:
@@ -270,7 +269,7 @@ def test_a_learning_rate_that_diverges_is_noticed(tmp_path: Path) -> None:
         return world
 
     world = run_virtual(main())
-    print([e.text for e in world.events if e.kind == "rolled_back"])
+    assert len([e for e in world.events if e.kind == "rolled_back"]) == 2
     accounted(world)
 
 

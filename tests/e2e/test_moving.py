@@ -37,7 +37,10 @@ def test_a_run_goes_on_in_another_folder_under_another_address(tmp_path: Path) -
     for machine in (old, new, workers):
         machine.mkdir()
     write_corpus(old / "texts")
-    recipe = write_recipe(old / "tiny.toml", 'shared = "texts"', budget="rounds = 500")
+    recipe = write_recipe(
+        old / "tiny.toml", 'shared = "texts"', budget="rounds = 500",
+        fleet="min_workers = 2\nheartbeat_s = 1.5\nreconnect_s = 60.0",
+    )  # fmt: skip
     first, second = free_ports(), free_ports()
     running = [start("host", recipe, "--address", f"127.0.0.1:{first}", "--dir", old / "run", cwd=old, log=old / "log")]
     try:
@@ -58,7 +61,7 @@ def test_a_run_goes_on_in_another_folder_under_another_address(tmp_path: Path) -
             start("host", new / "run", "--address", f"127.0.0.1:{second}", cwd=new, log=new / "log"),
             *(join(f"127.0.0.1:{second}", name, workers) for name in names),
         ]
-        assert [process.wait(80) for process in running] == [0, 0, 0], (new / "log").read_text()[-3000:]
+        assert [process.wait(120) for process in running] == [0, 0, 0], (new / "log").read_text()[-3000:]
     finally:
         end(*running)
 

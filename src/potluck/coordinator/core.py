@@ -268,7 +268,8 @@ class Coordinator:
             return await self._roll_back(state, reason)
         await self._discard(state, str(reason))
         self._num_discarded += 1
-        self.tell("discarded", f"round {state.round + 1} discarded: {reason}", round=state.round + 1, reason=reason)
+        text = f"round {state.round + 1} discarded: {reason}"
+        self.tell("discarded", text, round=state.round + 1, reason=str(reason))
         if self._num_discarded >= self.config.max_discarded_rounds:
             raise RunStopped(
                 f"{self._num_discarded} rounds in a row were discarded, the last because {reason}; "
