@@ -24,8 +24,8 @@ class Admin:
     """Answers the call Admin. `link` is the run's own join line: invitations name the same address."""
 
     def __init__(
-        self, run: Coordinator, members: Members, changes: Changes, clock: Clock, executor: Executor, *,
-        link: JoinLink, drop: Callable[[WorkerId], object],
+        self, run: Coordinator, members: Members, clock: Clock, executor: Executor, *, link: JoinLink,
+        drop: Callable[[WorkerId], object], changes: Changes | None = None,
     ) -> None:  # fmt: skip
         self._run, self._members, self._changes, self._clock, self._executor = run, members, changes, clock, executor
         self._link, self._drop = link, drop
@@ -73,6 +73,8 @@ class Admin:
     async def _set(self, setting: str, *, by: WorkerId) -> str:
         if len(setting) > MAX_SETTING_LENGTH:
             raise Refused(f"a change of {len(setting)} characters is too long; {MAX_SETTING_LENGTH} are allowed")
+        if self._changes is None:
+            raise Refused("this run was not started from a recipe, so there is nothing to set")
         try:
             return await self._changes.set(self._run, setting, by=by)
         except RecipeError as error:

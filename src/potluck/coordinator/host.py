@@ -96,7 +96,7 @@ class _Hosting:
         )  # fmt: skip
         gc.freeze()  # what imports made is no garbage: to look through it again would hold the event loop up
         (folder / RESULT_FILE).unlink(missing_ok=True)  # it goes on from here
-        network = Network(run, Changes(given, recipe), address=self.options.address, port=self.options.port)
+        network = Network(run, changes=Changes(given, recipe), address=self.options.address, port=self.options.port)
         try:
             join_line = await network.open()
             on_listening(Listening(join_line=join_line, status=partial(snapshot, run), stop=run.stop))
