@@ -103,8 +103,7 @@ class LiveFleet:
     async def recover_floating(self) -> None:
         """After a restart: what was handed out beyond rounds and is still open."""
         self.floating = await self._lanes.ledger.run(read_attempt, self.ledger, FLOATING, 0)
-        found = await self._lanes.ledger.run(self.ledger.paces)
-        self.paces.seconds = {WorkerId(worker): seconds for worker, seconds in found.items()}
+        self.paces.restore(await self._lanes.ledger.run(self.ledger.paces))
         self.versions = await self._lanes.ledger.run(self.ledger.versions)
         for rows in self.floating.leases.values():
             if rows[-1].status == "open":

@@ -33,6 +33,10 @@ class Paces:
             past.append(seconds / num_sequences)
             del past[:-num_recent]
 
+    def restore(self, seconds: Mapping[str, list[float]]) -> None:
+        """What the ledger has kept."""
+        self.seconds = {WorkerId(worker): past for worker, past in seconds.items()}
+
     def decided(self, here: Sequence[WorkerId]) -> Any:
         """The paces of those who are here and of whom anything is known, as JSON."""
         known = {
