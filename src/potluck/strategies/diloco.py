@@ -61,14 +61,16 @@ class DiLoCoState(State):
 
 
 @task("diloco.inner", kind="pinned", numbers=("num_tokens", "loss_sum"))  # the half that runs on the device
-def inner(replica: Replica, *, theta: Vector, num_steps: int, mean_steps: int, progress: tuple[float, float]) -> Result:
+def inner(
+    replica: Replica, *, theta: Vector, num_steps: int, progress: tuple[float, float], mean_steps: int = 0
+) -> Result:
     replica.load(theta)
     start, stop = progress
     steps = [replica.train_step(progress=start + (stop - start) * i / num_steps) for i in range(num_steps)]
     num_tokens = sum(s.num_tokens for s in steps)
     loss_sum = sum(s.loss * s.num_tokens for s in steps)
     delta = theta - replica.params()
-    if num_steps != mean_steps:
+    if mean_steps not in (0, num_steps):  # the fleet's mean; 0 where all take as many
         delta = (mean_steps / num_steps) * delta
     return Result({"num_tokens": num_tokens, "loss_sum": loss_sum}, {"delta": delta})
 
