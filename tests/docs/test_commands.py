@@ -2,8 +2,9 @@
 
 What takes minutes or other machines is read by the real command line, recipe and overrides included, and done for real
 elsewhere: `run` in tests/e2e/test_run.py; `host`, `join`, `invite`, `remove`, `stop` and `status` of a run that goes on
-in test_joining.py beside this file; what `demo` adds, a kill and a return, in tests/e2e/test_run.py; the benches in
-tests/bench. scripts/docs is run by tests/cli/test_reference.py, scripts/test and scripts/check by .ci/run.
+in test_joining.py beside this file; `set` and moving a run in tests/e2e/test_moving.py; what `demo` adds, a kill and a
+return, in tests/e2e/test_run.py; the benches in tests/bench. scripts/docs is run by tests/cli/test_reference.py,
+scripts/test and scripts/check by .ci/run.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def test_the_pages_have_the_commands_that_matter() -> None:
 @pytest.mark.parametrize("command", [c for c in every if c.words[0] == "potluck"], ids=str)
 def test_the_command_line_knows_it(command: Command) -> None:
     arguments = parsed(command)
-    if "recipe" in arguments:  # run and host
+    if "recipe" in arguments and not arguments["recipe"].startswith("runs/"):  # run and host; not a run's folder
         recipe = load_recipe(arguments["recipe"], arguments["overrides"] or [])
         for override in arguments["overrides"] or []:
             key, _, value = override.partition("=")

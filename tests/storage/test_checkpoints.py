@@ -226,3 +226,13 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
     expected = weights + 1 if found[0]["state"]["round"] == 1 else torch.zeros(1000)
     assert torch.equal(params.read(found[1]["params"]), expected)
     assert [p.name for p in checkpoints.folder.iterdir()] == ["round-000001"]
+
+
+def test_checkpoints_that_are_no_good_are_removed_but_never_the_last_one(tmp_path: Path, params: ParamStore) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", params, keep=4)
+    for round in (1, 2, 3, 4):
+        save(checkpoints, params, round)
+    checkpoints.remove_where(lambda content: content["state"]["round"] > 2)
+    assert checkpoints.names() == ("round-000001", "round-000002")
+    checkpoints.remove_where(lambda content: True)
+    assert checkpoints.names() == ("round-000001",)

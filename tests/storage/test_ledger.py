@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from potluck.storage.database import Database
-from potluck.storage.ledger import CommitRow, LeaseRow, Ledger, ReplyRow
+from potluck.storage.ledger import CommitRow, LeaseRow, Ledger, Operation, ReplyRow
 
 
 @pytest.fixture
@@ -55,9 +55,31 @@ def test_a_commit_is_the_state_from_then_on_until_it_is_rolled_back(ledger: Ledg
     assert ledger.versions() == {"w1": "v1"}
     assert ledger.contributions() == [{"id": "w1", "tokens": 20, "rounds": 2, "bytes_up": 0, "bytes_down": 0}]
 
-    ledger.roll_back(1, {"done": 1})
+    ledger.roll_back(1, {"done": 1}, "its files are gone")
     assert ledger.last_state() == {"round": 1}
     assert ledger.deal() == {"done": 1}
     assert ledger.versions() == {}
     assert ledger.contributions() == [{"id": "w1", "tokens": 10, "rounds": 1, "bytes_up": 0, "bytes_down": 0}]
     assert ledger.open_attempt(1, at=3.0) == 1  # not 0, which was done and no longer counts
+
+
+def test_operations_are_kept_in_order_and_one_that_goes_back_is_written_with_it(ledger: Ledger) -> None:
+    first = Operation(kind="set", at=1.0, round=2, value={"key": "a"})
+    back = Operation(kind="roll_back", at=2.0, round=3, value={"to_round": 1})
+    ledger.record(first)
+    for round in range(3):
+        row = CommitRow(
+            round=round, attempt=0, state={"round": round + 1}, deal={}, accepted=(), metrics={"loss": float(round)}
+        )
+        ledger.commit(row, 0.0)
+    assert ledger.metrics("loss", 2) == [(2, 1.0), (3, 2.0)]
+    ledger.roll_back(1, {"again": 1}, "no good", state={"round": 1, "moved": True}, operation=back)
+    assert ledger.operations() == [first, back]
+    assert ledger.last_state() == {"round": 1, "moved": True}
+    assert ledger.metrics("loss") == [(1, 0.0)]
+
+
+def test_a_workers_pace_is_written_with_its_reply(ledger: Ledger) -> None:
+    ledger.issue(0, 0, [lease("w1", 0)], {})
+    ledger.reply(0, 0, reply("w1"), 0, [2.0, 3.0])
+    assert ledger.paces() == {"w1": [2.0, 3.0]}

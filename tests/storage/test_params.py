@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from potluck.storage.files import boot_id, rest
 from potluck.storage.params import ParamStore
 from potluck.types.errors import CorruptError, PotluckError
 from potluck.types.params import Fragment, Layout, Params
@@ -183,3 +184,27 @@ def test_memory_does_not_grow_with_the_vector(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
+
+
+def test_the_distance_of_two_vectors_is_exact_while_they_are_small_and_sampled_where_they_are_not(
+    store: ParamStore,
+) -> None:
+    one, other = store.create("one", vector(1)), store.create("other", vector(2))
+    exact = (vector(1) - vector(2)).double().norm().item()
+    assert store.distance(one, other, at_most=layout.numel) == pytest.approx(exact, rel=1e-12)
+    assert store.distance(one, one, at_most=layout.numel) == 0.0
+    assert store.distance(one, other, at_most=500) == pytest.approx(exact, rel=0.15)
+    assert store.distance(one, other, at_most=500) == store.distance(one, other, at_most=500)
+
+
+def test_files_that_were_put_to_rest_count_after_any_start_of_the_machine(store: ParamStore) -> None:
+    resting, left = store.create("x", vector()), ParamStore(store.root.parent / "left")
+    lost = left.create("x", vector())
+    rest(store.root)
+    for root in (store.root, left.root):
+        if (root / "boot").exists():
+            (root / "boot").write_text("another machine's")
+    assert torch.equal(ParamStore(store.root, fragment_numel=300).read(resting), vector())
+    if boot_id():
+        with pytest.raises(CorruptError):
+            ParamStore(left.root).check(lost)

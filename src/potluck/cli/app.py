@@ -32,7 +32,9 @@ Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe. Repeatable.")
 ]
 Dir = Annotated[Path | None, typer.Option("--dir", help="Folder of the run. [default: runs/NAME]")]
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A .toml file, or a name from `potluck recipes`.")]
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A .toml file, a name from `potluck recipes`, or a run's folder.")
+]
 RunName = Annotated[str | None, typer.Argument(metavar="RUN", help="A run's folder or name. [default: the last used]")]
 OfRun = Annotated[str | None, typer.Option("--run", help="A run's folder or name. [default: the last used]")]
 
@@ -84,10 +86,10 @@ def run(
     """Run a recipe with N workers on this machine."""
     from potluck.cli.running import run_recipe
     from potluck.cli.runs import new_run
-    from potluck.coordinator.recipe import load_recipe
+    from potluck.coordinator.recipe import load_recipe, run_folder
 
     loaded = load_recipe(recipe, overrides or [])
-    run_dir = folder or Path("runs") / loaded.name
+    run_dir = folder or run_folder(recipe) or Path("runs") / loaded.name
     if not resume:
         new_run(run_dir)
     result = run_recipe(loaded, run_dir, num_local=local)
@@ -111,10 +113,10 @@ def host(
 ) -> None:
     """Start a run that other machines join; prints the line to paste there. Started again, it continues the run."""
     from potluck.cli.running import run_recipe
-    from potluck.coordinator.recipe import load_recipe
+    from potluck.coordinator.recipe import load_recipe, run_folder
 
     loaded = load_recipe(recipe, overrides or [])
-    run_dir = folder or Path("runs") / loaded.name
+    run_dir = folder or run_folder(recipe) or Path("runs") / loaded.name
     result = run_recipe(loaded, run_dir, address=address, port=port)
     if as_json:
         put_json(result.to_json())
@@ -122,7 +124,10 @@ def host(
 
 @app.command()
 def join(
-    line: Annotated[str, typer.Argument(metavar="LINE", help="The join line, or a file that holds it.")],
+    line: Annotated[
+        str,
+        typer.Argument(metavar="LINE", help="The join line, a file with it, or its new HOST:PORT."),
+    ],
     data: Annotated[
         list[Path] | None, typer.Option("--data", help="Text of this machine to train on. Repeatable.")
     ] = None,
@@ -270,6 +275,20 @@ def limit(
 
     limits = pb.RateLimits(up=up, down=down, up_per_worker=up_per_worker, down_per_worker=down_per_worker)
     say(asyncio.run(admin(run_name, "limit", limits=limits)))
+
+
+@app.command(name="set")
+def set_key(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="[RUN] KEY=VALUE...", help="The run's folder or name, and what to change.")
+    ],
+) -> None:
+    """Change the recipe of a run that goes on, or of one that is stopped. It is written down and survives restarts."""
+    from potluck.cli.operator import change
+
+    run_name = None if "=" in arguments[0] else arguments[0]
+    for setting in arguments if run_name is None else arguments[1:]:
+        say(asyncio.run(change(run_name, setting)))
 
 
 @app.command()

@@ -1,16 +1,20 @@
-"""`status`, `stop`, `invite`, `remove` and `limit`: ask a running coordinator, as the operator whose identity lies in
-the run's folder. To do it from another machine, join there with an operator's line and give that `--state` folder as
-the run."""
+"""`status`, `stop`, `invite`, `remove`, `limit` and `set`: ask a running coordinator, as the operator whose identity
+lies in the run's folder. To do it from another machine, join there with an operator's line and give that `--state`
+folder as the run."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 from potluck.cli.runs import find_run
+from potluck.coordinator.changes import set_in_folder
 from potluck.coordinator.options import RESULT_FILE
 from potluck.protocol import pb
+from potluck.storage.ledger import MARK
 from potluck.transport.grpc.client import GrpcConnection
 from potluck.transport.security.identity import Identity
 from potluck.types.errors import ConnectionLost, CoordinatorUnreachable
@@ -29,6 +33,17 @@ async def admin(run_name: str | None, action: str, **fields: Any) -> str:
     """Do it; the coordinator's sentence, or the join line of an invitation."""
     request = pb.AdminRequest(action=action, **fields)
     return str(pb.AdminReply.FromString(await _call(run_name, "Admin", request.SerializeToString())).message)
+
+
+async def change(run_name: str | None, setting: str) -> str:
+    """Set `key=value`, in the run that goes on or for when it does; the sentence that says so."""
+    try:
+        return await admin(run_name, "set", setting=setting)
+    except CoordinatorUnreachable:
+        folder, identity = operator_of(run_name)
+        if not (folder / MARK).exists():
+            raise  # an operator's own folder: the run lies elsewhere
+        return await asyncio.to_thread(set_in_folder, folder, setting, at=time.time(), by=identity.worker_id)
 
 
 async def _call(run_name: str | None, method: str, request: bytes) -> bytes:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from potluck.coordinator.changes import LIVE_KEYS
 from potluck.coordinator.recipe import SECTIONS, Recipe
 from potluck.coordinator.shipped import headline, shipped
 from potluck.data.config import TokenizerConfig
@@ -37,7 +38,8 @@ Paths in a recipe file are relative to the file. In `--set` and in shipped recip
 directory. Setting one of several alternatives (`budget.rounds`) takes the place of the others (`budget.tokens`).
 
 When a run goes on, its name, seed, model, data and strategy must be the same as before; budget, codecs,
-compression, aggregation, fleet, checkpoints, validation and transfers may change.
+compression, aggregation, fleet, checkpoints, validation, transfers and divergence may change. Keys marked "may be
+`set`" can also change in the middle of it: `potluck set RUN KEY=VALUE` ([operations](operations.md)).
 """
 
 EXIT_CODES_HEAD = f"""{MADE}
@@ -63,7 +65,7 @@ def recipes_page() -> str:
     parts += ["\n".join(f"- `{name}`: {headline(path)}" for name, path in shipped().items()) + "\n"]
     parts += ["## Outside any section\n", _table(Recipe, only=("name", "seed"))]
     for name, model in SECTIONS.items():
-        parts += [f"## [{name}]\n", *_about(model), _table(model)]
+        parts += [f"## [{name}]\n", *_about(model), _table(model, section=name)]
         if name == "data":
             parts += ["### data.tokenizer\n", *_about(TokenizerConfig), _table(TokenizerConfig)]
     parts += ["## [strategy]\n", "The training method by its `name`, its own settings beside it, and `inner`.\n"]
@@ -115,12 +117,13 @@ def _about(model: type[BaseModel]) -> list[str]:
     return [f"{first}\n"] if first and not first.startswith("The `[") else []
 
 
-def _table(model: type[BaseModel], only: tuple[str, ...] = ()) -> str:
+def _table(model: type[BaseModel], only: tuple[str, ...] = (), *, section: str = "") -> str:
     rows = ["| key | value | default | |", "| --- | --- | --- | --- |"]
     for name, field in model.model_fields.items():
         if only and name not in only:
             continue
         about = (field.description or "").replace("|", "\\|")
+        about += " (may be `set`)" if f"{section}.{name}" in LIVE_KEYS else ""
         rows.append(f"| `{name}` | {_kind(field.annotation)}{_limits(field)} | {_default(field)} | {about} |")
     return "\n".join(rows) + "\n"
 

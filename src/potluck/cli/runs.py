@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from potluck.storage.ledger import MARK
 from potluck.types.errors import PotluckError
-
-MARK = "ledger.db"
-"""A folder with this file holds a run."""
 
 
 def new_run(folder: Path) -> Path:

@@ -23,12 +23,14 @@ from potluck.coordinator.events import Event
 
 Snapshot = Mapping[str, Any]
 refresh_s = 0.5
+num_operations = 3
 
 STYLES = {
     "joined": "green",
     "left": "yellow",
     "lost": "yellow",
     "discarded": "red",
+    "rolled_back": "red",
     "waiting": "yellow",
     "checkpoint": "dim",
     "note": "dim",
@@ -39,7 +41,8 @@ QUIET = frozenset({"listening", "checkpoint", "model"})
 
 def render(snapshot: Snapshot) -> RenderableType:
     """The whole picture: what the run does, how it goes, one row for each worker."""
-    return Group(_bar(snapshot), Text(_facts(snapshot)), _workers(snapshot["workers"]))
+    done = [Text(f"after round {o['round']}: {o['text']}") for o in snapshot.get("operations", ())[-num_operations:]]
+    return Group(_bar(snapshot), Text(_facts(snapshot)), *done, _workers(snapshot["workers"]))
 
 
 def _bar(snapshot: Snapshot) -> Table:

@@ -1,4 +1,4 @@
-"""What an operator may ask of a running coordinator: stop, invite, remove, limit."""
+"""What an operator may ask of a running coordinator: stop, invite, remove, limit, set."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from potluck.clock import Clock, Executor
+from potluck.coordinator.changes import Changes
 from potluck.coordinator.core import Coordinator
 from potluck.coordinator.transfer import changed, sentence
 from potluck.protocol import parse, pb
 from potluck.storage.members import Members
 from potluck.transport.connection import Peer
 from potluck.transport.security.link import JoinLink
-from potluck.types.errors import Refused
+from potluck.types.errors import RecipeError, Refused
 from potluck.types.ids import WorkerId
 
+MAX_SETTING_LENGTH = 1000
 stopped_by_operator = "stopped by its operator"
 
 
@@ -23,9 +25,9 @@ class Admin:
 
     def __init__(
         self, run: Coordinator, members: Members, clock: Clock, executor: Executor, *, link: JoinLink,
-        drop: Callable[[WorkerId], object],
+        drop: Callable[[WorkerId], object], changes: Changes | None = None,
     ) -> None:  # fmt: skip
-        self._run, self._members, self._clock, self._executor = run, members, clock, executor
+        self._run, self._members, self._changes, self._clock, self._executor = run, members, changes, clock, executor
         self._link, self._drop = link, drop
 
     async def handle(self, peer: Peer, data: bytes) -> bytes:
@@ -40,6 +42,8 @@ class Admin:
                 message = await self._remove(request.name)
             case "limit":
                 message = self._limit(request.limits)
+            case "set":
+                message = await self._set(request.setting, by=peer.id)
             case _:
                 raise Refused(f"the coordinator does not know the action {request.action[:40]!r}")
         return pb.AdminReply(message=message).SerializeToString()
@@ -65,6 +69,16 @@ class Admin:
             self._run.pacer.limit(limits)
             self._run.tell("limits", sentence(limits), **asdict(limits))
         return sentence(limits)
+
+    async def _set(self, setting: str, *, by: WorkerId) -> str:
+        if len(setting) > MAX_SETTING_LENGTH:
+            raise Refused(f"a change of {len(setting)} characters is too long; {MAX_SETTING_LENGTH} are allowed")
+        if self._changes is None:
+            raise Refused("this run was not started from a recipe, so there is nothing to set")
+        try:
+            return await self._changes.set(self._run, setting, by=by)
+        except RecipeError as error:
+            raise Refused(str(error)) from error
 
     async def _remove(self, name: str) -> str:
         removal = await self._executor.run(self._members.remove, name)

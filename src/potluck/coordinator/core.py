@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from potluck.aggregation.report import Report
 from potluck.clock import Clock, Lanes
 from potluck.codecs.policy import CodecRule
 from potluck.coordinator.deck import Deck
+from potluck.coordinator.divergence import Diverged, DivergenceConfig, RoundFigures, Watch
 from potluck.coordinator.events import Event, OnEvent
 from potluck.coordinator.transfer import TransferConfig
 from potluck.fleet.config import FleetConfig
@@ -28,7 +30,8 @@ from potluck.fleet.roster import LeaseId, Roster
 from potluck.planner.compression import CompressionConfig
 from potluck.storage.checkpoints import Checkpoints
 from potluck.storage.database import Database
-from potluck.storage.ledger import CommitRow, Ledger
+from potluck.storage.files import rest
+from potluck.storage.ledger import MARK, CommitRow, Ledger, Operation
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
 from potluck.strategies import evaluation
@@ -39,11 +42,15 @@ from potluck.transport.connection import Traffic
 from potluck.transport.pace import Pacer
 from potluck.types.errors import CorruptError, RoundFailed, RunStopped
 from potluck.types.ids import Digest, WorkerId
-from potluck.types.params import Layout
+from potluck.types.params import Layout, Params
 from potluck.types.vector import Vector
 
 last_validation_wait_s = 120.0
 tidy_interval_s = 10.0
+sampled_numel = 1 << 22
+"""Elements by which the norm of a round's step is estimated, where the model has more."""
+ROLL_BACK = "roll_back"
+lost_files = "its files are gone"
 VALIDATION_ATTEMPT = 1_000_000
 """Validation works under this attempt, so that its tasks never mix with those of the round that follows."""
 
@@ -87,6 +94,7 @@ class Plan:
     validation: ValidationConfig
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     up_codec: str = "fp32"
     down_codec: str = "fp32"
     up_rules: tuple[CodecRule, ...] = ()
@@ -123,6 +131,8 @@ class Coordinator:
         self.intake.noted = lambda worker, text: self.tell("note", f"{worker}: {text}", worker=worker)
         self.state: State | None = None
         self.losses: dict[int, float] = {}  # validation loss by round
+        self.operations: list[Operation] = []  # what was done to the run as a whole
+        self._watch = Watch(plan.divergence)
         self.stop_reason = ""
         self.failure: BaseException | None = None  # what ends the run, such as a full disk here
         self.recovered = asyncio.Event()
@@ -192,8 +202,7 @@ class Coordinator:
         deal = await self.lanes.ledger.run(self.ledger.deal)
         if deal is not None:
             self.deck.restore(deal)
-        self.losses = dict(await self.lanes.ledger.run(self.ledger.metrics, "validation_loss"))
-        self._given = {row["id"]: row for row in await self.lanes.ledger.run(self.ledger.contributions)}
+        await self._read_records()
         await self.fleet.recover_floating()
         unfinished = await self.lanes.ledger.run(self.ledger.unfinished_attempt, state.round)
         self._resumes = unfinished is not None
@@ -205,6 +214,18 @@ class Coordinator:
             self.tell("note", f"continuing after round {state.round}, {state.tokens:,} tokens", round=state.round)
         return state
 
+    async def _read_records(self) -> None:
+        """What the ledger has of the rounds so far."""
+        run = self.lanes.ledger.run
+        self.losses = dict(await run(self.ledger.metrics, "validation_loss"))
+        self._given = {row["id"]: row for row in await run(self.ledger.contributions)}
+        self.operations = await run(self.ledger.operations)
+        last = Watch.num_needed(self.plan.divergence)
+        norms = dict(await run(self.ledger.metrics, "step_norm", last))
+        losses = await run(self.ledger.metrics, "loss", last)
+        figures = [RoundFigures(round=r, loss=x, step_norm=norms.get(r, 0.0)) for r, x in losses]
+        self._watch = Watch(self.plan.divergence, figures)
+
     def _verify(self, state: State) -> None:
         for handle in state.handles():
             self.params.check(handle)
@@ -215,15 +236,19 @@ class Coordinator:
             self.tell("note", skipped)
         if found is None:
             self.tell("note", f"{reason}; there is no checkpoint, so the run starts again")
-            await self.lanes.ledger.run(self.ledger.roll_back, 0, self.deck.fresh())
+            await self.lanes.ledger.run(self.ledger.roll_back, 0, self.deck.fresh(), lost_files)
             return first
-        manifest, handles = found
+        state, deal = self._state_of(*found)
+        await self.lanes.ledger.run(self.ledger.roll_back, state.round, deal, lost_files)
+        self.tell("note", f"{reason}; going back to the checkpoint of round {state.round}", round=state.round)
+        return state
+
+    def _state_of(self, manifest: dict[str, Any], handles: dict[str, Params]) -> tuple[State, Any]:
+        """The state of a checkpoint that was read, and the deal of the data then."""
         state = self.strategy.State.from_json(manifest["state"])
         named = state.named_handles()
         state = state.moved({named[name]: handle for name, handle in handles.items() if name in named})
-        await self.lanes.ledger.run(self.ledger.roll_back, state.round, self.deck.reclaimed(manifest["deal"]))
-        self.tell("note", f"{reason}; going back to the checkpoint of round {state.round}", round=state.round)
-        return state
+        return state, self.deck.reclaimed(manifest["deal"])
 
     def finished(self, state: State) -> bool:
         return bool(self.stop_reason) or self.facts.progress(state) >= 1.0
@@ -235,19 +260,79 @@ class Coordinator:
         await self.fleet.begin(state.round, self._attempt)
         self.fleet.phase = f"round {state.round + 1}"
 
-    async def discard(self, state: State, reason: str) -> None:
-        """The round leaves no trace but the log. RunStopped after too many in a row."""
-        async with self.whole:
-            deal = self.fleet.settle_data(committed=False)
-            await self.lanes.ledger.run(self.ledger.discard, state.round, self._attempt, reason, deal)
-            self.fleet.end(committed=False)
+    async def discard(self, state: State, reason: RoundFailed) -> State:
+        """The round leaves no trace but the log; the state to go on from. RunStopped after too many in a row."""
+        if self.plan.divergence.watch and 2 * len(self.fleet.overflowed) > len(self.fleet.workers()):
+            reason = Diverged(str(reason), self._watch.good_round(state.round + 1, is_loss=True))
+        if isinstance(reason, Diverged):
+            return await self._roll_back(state, reason)
+        await self._discard(state, str(reason))
         self._num_discarded += 1
-        self.tell("discarded", f"round {state.round + 1} discarded: {reason}", round=state.round + 1, reason=reason)
+        text = f"round {state.round + 1} discarded: {reason}"
+        self.tell("discarded", text, round=state.round + 1, reason=str(reason))
         if self._num_discarded >= self.config.max_discarded_rounds:
             raise RunStopped(
                 f"{self._num_discarded} rounds in a row were discarded, the last because {reason}; "
                 "the run continues from its last committed round with --resume"
             )
+        return state
+
+    async def _discard(self, state: State, reason: str, operation: Operation | None = None) -> None:
+        async with self.whole:
+            deal = self.fleet.settle_data(committed=False)
+            await self.lanes.ledger.run(self.ledger.discard, state.round, self._attempt, reason, deal, operation)
+            self.fleet.end(committed=False)
+
+    async def _roll_back(self, state: State, reason: Diverged) -> State:
+        """Back to a state that nothing speaks against: the last committed one, or that of a checkpoint, or the first.
+
+        RunStopped where the run has gone back as often as it may; it then goes on from that state with --resume.
+        """
+        num_before = sum(operation.kind == ROLL_BACK for operation in self.operations)
+
+        def operation(round: int) -> Operation:
+            return Operation(kind=ROLL_BACK, at=self.clock.time(), round=state.round,
+                             value={"to_round": round, "reason": str(reason)})  # fmt: skip
+
+        if reason.good_round >= state.round:
+            await self._discard(state, str(reason), operation(state.round))
+            self.operations = await self.lanes.ledger.run(self.ledger.operations)
+        else:
+            async with self.whole:
+                state = await self._return_to(reason, operation)
+        text = f"{reason}; going back to round {state.round}"
+        self.tell("rolled_back", text, round=state.round, reason=str(reason))
+        if num_before >= self.plan.divergence.max_roll_backs:
+            raise RunStopped(
+                f"{reason}, after {num_before} times that the run went back by itself; it stands at round "
+                f"{state.round}: look for what is wrong (a worker's data, the learning rate), then go on with --resume"
+            )
+        return state
+
+    async def _return_to(self, reason: Diverged, operation: Callable[[int], Operation]) -> State:
+        """Take up the newest checkpoint that is old enough, else the oldest one. The ledger's one transaction counts.
+
+        Checkpoints that are no good go first: a process that dies before the transaction finds out once more.
+        """
+
+        def read() -> tuple[dict[str, Any], dict[str, Params]] | None:
+            self.checkpoints.remove_where(lambda content: content["state"]["round"] > reason.good_round)
+            return self.checkpoints.load_latest()
+
+        found = await self.lanes.compute.run(read)
+        state, deal = self._state_of(*found) if found else (self.strategy.init(self.facts), self.deck.fresh())
+        self.fleet.restart()
+        go_back = partial(
+            self.ledger.roll_back, state.round, deal, str(reason), state=state.to_json(),
+            operation=operation(state.round),
+        )  # fmt: skip
+        await self.lanes.ledger.run(go_back)
+        self.deck.restore(deal)
+        self.state = state
+        self.uploads.clear()
+        await self._read_records()
+        await self._collect(state)
+        return state
 
     async def settle(self, proposed: State) -> None:
         """Have on the disk what a proposed state keeps. RoundFailed if that cannot be made."""
@@ -260,14 +345,18 @@ class Coordinator:
 
     async def _commit(self, state: State, proposed: State) -> State:
         accepted = self.fleet.accepted()
+        figures = await self._figures(state, proposed)
+        self._watch.judge(figures)
         proposed = replace(proposed, seconds=state.seconds + self.clock.now() - self._begun_at)
         deal = self.fleet.settle_data(committed=True)
         row = CommitRow(
-            round=state.round, attempt=self._attempt, state=proposed.to_json(), deal=deal, accepted=accepted
-        )
+            round=state.round, attempt=self._attempt, state=proposed.to_json(), deal=deal, accepted=accepted,
+            metrics={"loss": figures.loss, "step_norm": figures.step_norm},
+        )  # fmt: skip
         await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())
         self.fleet.end(committed=True)
         self.state = proposed
+        self._watch.commit(figures)
         self._num_discarded = 0
         for reply in accepted:
             given = self._given.setdefault(reply.worker, _nothing(reply.worker))
@@ -282,6 +371,16 @@ class Coordinator:
         await self.lanes.ledger.run(self._write_traffic)
         await self._collect(proposed)
         return proposed
+
+    async def _figures(self, state: State, proposed: State) -> RoundFigures:
+        norm = 0.0
+        if self.plan.divergence.watch and proposed.params != state.params:
+
+            def distance() -> float:
+                return self.params.distance(state.params, proposed.params, at_most=sampled_numel)
+
+            norm = await self.lanes.compute.run(distance)
+        return RoundFigures(round=state.round + 1, loss=proposed.loss, step_norm=norm)
 
     def _combined(self, report: Report, workers: Sequence[WorkerId]) -> None:
         """Tell which updates did not count whole."""
@@ -344,8 +443,9 @@ class Coordinator:
         self.tell("validation", f"validation loss {mean:.4f}", round=state.round, loss=mean)
 
     async def save(self, state: State) -> None:
-        """A checkpoint where it is due; the last round is always saved."""
-        if state.round % self.plan.checkpoint.every_rounds and not self.finished(state):
+        """A checkpoint where it is due, and the state is not suspected; the last round is always saved."""
+        is_due = state.round % self.plan.checkpoint.every_rounds == 0 and not self._watch.suspects
+        if not is_due and not self.finished(state):
             return
         async with self.whole:
             await self.checkpoint(state)
@@ -358,6 +458,17 @@ class Coordinator:
         return path
 
     # For everyone
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on by a plan that differs in budget, fleet, checkpoints, validation, transfers or divergence."""
+        if plan.transfer != self.plan.transfer:
+            self.pacer.limit(plan.transfer.limits())
+        self.plan, self.config = plan, plan.fleet
+        self.facts = replace(self.facts, budget=plan.budget)
+        self.fleet.adopt(self.facts, plan.fleet)
+        self.checkpoints.keep = plan.checkpoint.keep
+        self._watch.config = plan.divergence
+        self.roster.signal()
 
     def stop(self, reason: str) -> None:
         """End the run at the next chance; the open round is taken up again by --resume."""
@@ -391,8 +502,10 @@ class Coordinator:
     def _close(self) -> None:
         self._write_traffic()
         self.ledger.close()
-        self.objects.spares.clear()
-        self.params.spares.clear()
+        for store in (self.objects, self.params):
+            store.spares.clear()
+            if not store.durable:
+                rest(store.root)
 
     def _write_traffic(self) -> None:
         """What moved since it was last written down."""
@@ -408,7 +521,7 @@ class Coordinator:
 
 def open_ledger(folder: Path, *, durable: bool) -> Ledger:
     """The run's ledger. CorruptError says what is lost with a damaged one: never what a checkpoint covers."""
-    path = folder / "ledger.db"
+    path = folder / MARK
     try:
         return Ledger(Database(path, durable=durable))
     except CorruptError as error:

@@ -20,6 +20,8 @@ class Event:
     - `waiting`: reason                                   what the run waits for
     - `round`: round, loss, workers, tokens, seconds      a round was committed
     - `discarded`: round, reason                          a round was discarded
+    - `rolled_back`: round, reason                        training diverged, and the run went back to that round
+    - `changed`: key, value                               an operator changed the recipe
     - `codec`: worker, reason                             another codec was chosen for a worker's updates
     - `aggregation`: rule, left_out, scaled               updates that the rule did not count whole
     - `lost`: worker, reason                              a piece of work was given up, or its result refused

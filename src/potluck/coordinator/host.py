@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 
 from potluck.clock import Lanes, SystemClock, ThreadExecutor
+from potluck.coordinator.changes import Changes, recipe_of
 from potluck.coordinator.core import Coordinator
 from potluck.coordinator.events import Event, OnEvent, write_metrics
 from potluck.coordinator.loop import train
 from potluck.coordinator.network import Network
 from potluck.coordinator.options import RESULT_FILE, HostOptions, Listening, RunResult, WorkerResult
-from potluck.coordinator.prepare import Prepared, prepare
+from potluck.coordinator.prepare import Prepared, prepare, replanned
 from potluck.coordinator.status import snapshot
 from potluck.models.export import save_model_dir
 from potluck.storage.files import FolderLock, write_atomic
@@ -82,16 +83,20 @@ class _Hosting:
         durable = self.options.recipe.checkpoint.durability == "power"
         objects = await self.lanes.compute.run(lambda: ObjectStore(folder / "objects", durable=durable))
         tell = self.tell_soon()
+        given = self.options.recipe
+        recipe, passed = await self.lanes.ledger.run(recipe_of, folder, given)
+        for key in passed:
+            tell(f"{key} is as the recipe says, which was edited since `potluck set` changed it")
         prepared = await self.lanes.compute.run(
-            lambda: prepare(self.options.recipe, folder, objects, cache_dir=self.options.cache_dir, tell=tell)
+            lambda: prepare(given, folder, objects, cache_dir=self.options.cache_dir, tell=tell)
         )
         run = await Coordinator.open(
-            prepared.plan, folder, deck=prepared.deck, objects=objects, clock=self.clock, lanes=self.lanes,
-            on_event=self.tell,
+            replanned(prepared.plan, recipe), folder, deck=prepared.deck, objects=objects, clock=self.clock,
+            lanes=self.lanes, on_event=self.tell,
         )  # fmt: skip
         gc.freeze()  # what imports made is no garbage: to look through it again would hold the event loop up
         (folder / RESULT_FILE).unlink(missing_ok=True)  # it goes on from here
-        network = Network(run, address=self.options.address, port=self.options.port)
+        network = Network(run, changes=Changes(given, recipe), address=self.options.address, port=self.options.port)
         try:
             join_line = await network.open()
             on_listening(Listening(join_line=join_line, status=partial(snapshot, run), stop=run.stop))

@@ -16,15 +16,15 @@ async def train(run: Coordinator) -> State:
     state = await run.recover()  # the last commit, or the strategy's first state
     await run.validate(state)
     while not run.finished(state):
-        await run.fleet.ready(run.config.min_workers)  # enough workers, never a particular one
+        await run.fleet.ready()  # enough workers, never a particular one
         await run.begin(state)
         try:
             proposed = await run.strategy.run_round(state, run.fleet)
             await run.settle(proposed)
+            state = await run.commit(state, proposed)  # ledger first, then visible
         except RoundFailed as reason:
-            await run.discard(state, str(reason))  # raises after too many in a row, with the last reason
+            state = await run.discard(state, reason)  # raises after too many in a row, with the last reason
             continue
-        state = await run.commit(state, proposed)  # ledger first, then visible
         await run.save(state)
         await run.validate(state)
     return state

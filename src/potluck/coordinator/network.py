@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 from potluck.coordinator.admin import Admin
+from potluck.coordinator.changes import Changes
 from potluck.coordinator.core import Coordinator
 from potluck.coordinator.service import CoordinatorService
 from potluck.storage.database import Database
@@ -29,9 +30,12 @@ join_line_hours = 24.0 * 30
 class Network:
     """The two ports of a hosted run and who may use them."""
 
-    def __init__(self, run: Coordinator, *, address: str = "", port: int = 0) -> None:
-        """On this machine only, or where others reach it at `address`, NAME:PORT; `port` listens on another one."""
-        self._run, self._address, self._port = run, address, port
+    def __init__(self, run: Coordinator, *, changes: Changes | None = None, address: str = "", port: int = 0) -> None:
+        """On this machine only, or where others reach it at `address`, NAME:PORT; `port` listens on another one.
+
+        `changes` is what an operator may do to the recipe: nothing where there is none.
+        """
+        self._run, self._changes, self._address, self._port = run, changes, address, port
         self._server: GrpcServer | None = None
         self._enrol: EnrolServer | None = None
         self._database: Database | None = None
@@ -66,7 +70,7 @@ class Network:
         )
         token = await files.run(lambda: members.invite(now=clock.time(), uses=join_line_uses, hours=join_line_hours))
         link = JoinLink(host=name, port=port or enrol_port, token=token, pin=authority.pin)
-        admin = Admin(run, members, clock, files, link=link, drop=server.drop)
+        admin = Admin(run, members, clock, files, link=link, drop=server.drop, changes=self._changes)
         service.unary |= {"Renew": enroller.renew, "Admin": admin.handle}
         if self._address and (warning := await files.run(_reach_warning, name)):
             run.tell("note", warning)

@@ -6,16 +6,18 @@ import json
 import secrets
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from potluck.coordinator.core import Plan
 from potluck.coordinator.deck import Deck
-from potluck.coordinator.recipe import Recipe
+from potluck.coordinator.frozen import TOKENIZER, Frozen, keep_tokenizer
+from potluck.coordinator.recipe import IDENTITY, Recipe, parse_recipe
 from potluck.data.manifest import Manifest, listed_data
 from potluck.data.prepare import PreparedData, prepare_shared
-from potluck.data.tokenizer import TextTokenizer, copy_tokenizer, pack_tokenizer
+from potluck.data.shards import Shard
+from potluck.data.tokenizer import TextTokenizer, pack_tokenizer
 from potluck.models.build import initial_vector, layout_of, model_config, skeleton, tokenizer_folder
 from potluck.models.device import require_memory
 from potluck.storage.digest import digest_file
@@ -27,9 +29,6 @@ from potluck.types.errors import CorruptError, DataError, RecipeError
 from potluck.types.ids import Digest
 
 Tell = Callable[[str], None]
-
-IDENTITY = "recipe.json"
-"""In a run's folder: its id and the recipe it was started with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +47,14 @@ def run_identity(run_dir: Path, recipe: Recipe) -> str:
 
     What may change between starts is how long, how often and with whom: not the model, the data or the method.
     """
-    path = run_dir / IDENTITY
-    now = recipe.to_json()
-    if not path.exists():
+    if not (run_dir / IDENTITY).exists():
         return f"{recipe.name}-{secrets.token_hex(4)}"
-    try:
-        stored: dict[str, Any] = json.loads(path.read_bytes())
-        stored_id, stored_recipe = str(stored["run_id"]), dict(stored["recipe"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError(
-            f"{path} cannot be read ({error}); restore it from a copy or start in a new folder"
-        ) from error
+    stored_id, stored = _identity(run_dir)
+    now = recipe.to_json()
+    for strategy in (stored["strategy"], now["strategy"]):
+        strategy["name"] = Path(strategy["name"]).name  # a file may lie elsewhere now
     for section in ("name", "seed", "model", "data", "strategy"):
-        if stored_recipe.get(section) != now.get(section):
+        if stored.get(section) != now.get(section):
             raise RecipeError(
                 f"{run_dir} holds a run with another `{section}`; give another folder with --dir, or go on "
                 "with an equal recipe"
@@ -68,13 +62,43 @@ def run_identity(run_dir: Path, recipe: Recipe) -> str:
     return stored_id
 
 
+def stored_recipe(run_dir: Path) -> Recipe:
+    """The recipe that a run's folder was made with. CorruptError, RecipeError."""
+    return parse_recipe(_identity(run_dir)[1], f"the recipe in {run_dir / IDENTITY}")
+
+
+def _identity(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    path = run_dir / IDENTITY
+    try:
+        stored: dict[str, Any] = json.loads(path.read_bytes())
+        return str(stored["run_id"]), dict(stored["recipe"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptError(
+            f"{path} cannot be read ({error}); restore it from a copy or start in a new folder"
+        ) from error
+
+
+def replanned(plan: Plan, recipe: Recipe) -> Plan:
+    """The plan with what may change while a run goes on."""
+    return replace(
+        plan,
+        budget=recipe.budget.to_budget(),
+        fleet=recipe.fleet,
+        checkpoint=recipe.checkpoint,
+        validation=recipe.validation,
+        transfer=recipe.transfer,
+        divergence=recipe.divergence,
+    )
+
+
 def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Path, tell: Tell) -> Prepared:
     """Blocks for seconds: call it in an executor. Raises what is wrong with the recipe, the data or the model."""
     run_id = run_identity(run_dir, recipe)
-    model_tokenizer = tokenizer_folder(recipe.model)
-    data, deck, corpus = _data(recipe, objects, cache_dir=cache_dir, model_tokenizer=model_tokenizer, tell=tell)
-    tokenizer_dir = data.tokenizer_dir if data else _own_tokenizer(recipe, run_dir, model_tokenizer)
-    config = model_config(recipe.model, tokenizer_dir, seq_len=recipe.data.seq_len)
+    frozen = Frozen.load(run_dir) if (run_dir / IDENTITY).exists() else None
+    if frozen is None or not frozen.is_whole(recipe, objects):
+        frozen = _made(recipe, run_dir, objects, cache_dir=cache_dir, tell=tell)
+    tokenizer_dir = run_dir / TOKENIZER if frozen.has_tokenizer else None
+    config = frozen.model_config
     tell("building the model")
     layout = layout_of(skeleton(config))
     require_memory(layout.numel)
@@ -111,6 +135,7 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         validation=recipe.validation,
         aggregation=recipe.aggregation,
         transfer=recipe.transfer,
+        divergence=recipe.divergence,
         up_codec=recipe.codec.up,
         down_codec=recipe.codec.down,
         up_rules=recipe.codec.rules("up"),
@@ -118,25 +143,48 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         compression=recipe.compression,
         open_objects=(Digest(tokenizer_object),) if tokenizer_object else (),
     )
-    facts = _facts(data) if data else {}
-    if not (run_dir / IDENTITY).exists():  # last: a start that failed, for a path misspelt, binds the folder to nothing
-        stored = {"run_id": run_id, "recipe": recipe.to_json()}
-        write_atomic(run_dir / IDENTITY, json.dumps(stored, indent=2).encode())
-    return Prepared(plan=plan, deck=deck, tokenizer_dir=tokenizer_dir, corpus_digest=corpus, facts=facts)
+    # Last: a start that failed, for a path misspelt, binds the folder to nothing.
+    frozen.save(run_dir, file)
+    stored = {"run_id": run_id, "recipe": recipe.to_json()}
+    write_atomic(run_dir / IDENTITY, json.dumps(stored, indent=2).encode())
+    return Prepared(
+        plan=plan, deck=frozen.deck(recipe), tokenizer_dir=tokenizer_dir, corpus_digest=frozen.corpus_digest,
+        facts=frozen.facts,
+    )  # fmt: skip
 
 
-def _data(
-    recipe: Recipe, objects: ObjectStore, *, cache_dir: Path, model_tokenizer: Path | None, tell: Tell
-) -> tuple[PreparedData | None, Deck, str]:
-    if recipe.data.access == "private":
-        return None, Deck([], [], seed=recipe.seed, shared=False, private=True), ""
+def _made(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Path, tell: Tell) -> Frozen:
+    """From the data and the model where the recipe says they are. The tokenizer goes into the run's folder."""
+    model_tokenizer = tokenizer_folder(recipe.model)
+    training: tuple[Shard, ...] = ()
+    held_out: tuple[Shard, ...] = ()
+    corpus, facts = "", dict[str, Any]()
+    given = recipe.data.tokenizer.path
+    source = Path(given) if given else model_tokenizer
     if recipe.data.access == "listed":
         assert recipe.data.listed is not None
         manifest = Manifest.load(Path(recipe.data.listed))
-        _check_tokenizer(manifest, recipe, model_tokenizer)
+        _check_tokenizer(manifest, recipe, source)
         listed = listed_data(manifest, recipe.data.read_options(), seed=recipe.seed)
-        deck = Deck(listed.shards, listed.validation, seed=recipe.seed, shared=False)
-        return None, deck, digest_file(Path(recipe.data.listed))
+        training, held_out, corpus = listed.shards, listed.validation, digest_file(Path(recipe.data.listed))
+    elif recipe.data.access == "shared":
+        data = _shared(recipe, objects, cache_dir=cache_dir, model_tokenizer=model_tokenizer, tell=tell)
+        training, held_out, corpus, facts = data.catalogue(), data.held_out(), data.corpus_digest, _facts(data)
+        source = data.tokenizer_dir
+    tokenizer_dir = keep_tokenizer(source, run_dir)
+    return Frozen(
+        training=training,
+        held_out=held_out,
+        corpus_digest=corpus,
+        facts=facts,
+        model_config=model_config(recipe.model, tokenizer_dir, seq_len=recipe.data.seq_len),
+        has_tokenizer=tokenizer_dir is not None,
+    )
+
+
+def _shared(
+    recipe: Recipe, objects: ObjectStore, *, cache_dir: Path, model_tokenizer: Path | None, tell: Tell
+) -> PreparedData:
     data = prepare_shared(
         recipe.data,
         seed=recipe.seed,
@@ -151,7 +199,6 @@ def _data(
             copy = objects.root / "shard.tmp"
             shutil.copyfile(shard.path, copy)
             objects.adopt(copy)
-    deck = Deck(data.catalogue(), data.held_out(), seed=recipe.seed, shared=True)
     for where in data.report.skipped:
         tell(f"skipped {where.file}:{where.line}: {where.reason}")
     if data.report.num_skipped:
@@ -161,7 +208,7 @@ def _data(
         f"data {data.corpus_digest[:23]}{part}: {data.num_documents:,} documents, {data.num_tokens:,} tokens to train "
         f"on, {data.num_validation_tokens:,} held out"
     )
-    return data, deck, data.corpus_digest
+    return data
 
 
 def _own_vocabulary(recipe: Recipe, model_tokenizer: Path | None) -> int:
@@ -174,10 +221,8 @@ def _own_vocabulary(recipe: Recipe, model_tokenizer: Path | None) -> int:
     return int(model_config(recipe.model, None, seq_len=recipe.data.seq_len)["vocab_size"])
 
 
-def _check_tokenizer(manifest: Manifest, recipe: Recipe, model_tokenizer: Path | None) -> None:
+def _check_tokenizer(manifest: Manifest, recipe: Recipe, source: Path | None) -> None:
     """Text was counted with one tokenizer; DataError if the run has another."""
-    given = recipe.data.tokenizer.path
-    source = Path(given) if given else model_tokenizer
     if not manifest.tokenizer or source is None:
         return
     digest = str(TextTokenizer.open(source).digest())
@@ -186,17 +231,6 @@ def _check_tokenizer(manifest: Manifest, recipe: Recipe, model_tokenizer: Path |
             f"the manifest {recipe.data.listed} was made with the tokenizer {manifest.tokenizer} and the run has "
             f"{digest}; make the manifest again or give its tokenizer with `data.tokenizer.path`"
         )
-
-
-def _own_tokenizer(recipe: Recipe, run_dir: Path, model_tokenizer: Path | None) -> Path | None:
-    """Private and listed data: the tokenizer is the recipe's or the model's; workers get it as an object."""
-    given = recipe.data.tokenizer.path
-    source = Path(given) if given else model_tokenizer
-    if source is None:
-        return None
-    target = run_dir / "tokenizer"
-    copy_tokenizer(source, target)
-    return target
 
 
 def _facts(data: PreparedData) -> dict[str, Any]:

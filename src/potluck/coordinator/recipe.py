@@ -29,6 +29,7 @@ from potluck.codecs.base import codec, codec_names
 from potluck.codecs.policy import CodecPolicy, CodecRule
 from potluck.codecs.spec import parse_spec
 from potluck.coordinator.core import CheckpointConfig, ValidationConfig
+from potluck.coordinator.divergence import DivergenceConfig
 from potluck.coordinator.faults import nearest, sentence
 from potluck.coordinator.shipped import shipped
 from potluck.coordinator.transfer import TransferConfig
@@ -142,6 +143,7 @@ class Recipe(BaseModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
     transfer: TransferConfig = TransferConfig()
+    divergence: DivergenceConfig = DivergenceConfig()
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as JSON values in the form of its file; `parse_recipe` reads it back to an equal recipe."""
@@ -162,6 +164,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "checkpoint": CheckpointConfig,
     "validation": ValidationConfig,
     "transfer": TransferConfig,
+    "divergence": DivergenceConfig,
 }
 
 ALTERNATIVES = (
@@ -172,8 +175,22 @@ ALTERNATIVES = (
 """Of each group a recipe gives one; `--set` of one takes the place of the others."""
 
 
+IDENTITY = "recipe.json"
+"""In a run's folder: its id and the recipe it was started with the last time."""
+STRATEGY_FOLDER = "strategy"
+"""In a run's folder: a copy of the user's own method."""
+
+
 def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe from a file or by a shipped name and apply `key=value` overrides. Raises RecipeError."""
+    """Read a recipe from a file, by a shipped name, or from a run's folder, and apply `key=value` overrides.
+
+    Raises RecipeError.
+    """
+    if (folder := run_folder(source)) is not None:
+        table = _stored_table(folder)
+        for override in overrides:
+            apply_override(table, override)
+        return parse_recipe(table, f"the recipe of {source}")
     path = find_recipe(str(source))
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -186,6 +203,25 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     for override in overrides:
         apply_override(table, override)
     return parse_recipe(table, f"recipe {source}")
+
+
+def run_folder(source: str | Path) -> Path | None:
+    """The folder, if `source` is that of a run."""
+    return Path(source) if (Path(source) / IDENTITY).is_file() else None
+
+
+def _stored_table(folder: Path) -> dict[str, Any]:
+    """What the run was started with; its method's own file is the folder's copy where the file is not there."""
+    try:
+        table: dict[str, Any] = json.loads((folder / IDENTITY).read_bytes())["recipe"]
+        name = str(table["strategy"]["name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError(f"{folder / IDENTITY} cannot be read ({error}); give the recipe itself") from error
+    file, _, kind = name.rpartition(":")
+    copy = folder.resolve() / STRATEGY_FOLDER / Path(file).name
+    if file.endswith(".py") and not Path(file).is_file() and copy.is_file():
+        table["strategy"]["name"] = f"{copy}:{kind}"
+    return table
 
 
 def find_recipe(source: str) -> Path:

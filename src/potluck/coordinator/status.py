@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from potluck.coordinator.core import Coordinator
+from potluck.coordinator.changes import sentence
+from potluck.coordinator.core import ROLL_BACK, Coordinator
 from potluck.fleet.roster import Member, absence
+from potluck.storage.ledger import Operation
+
+max_operations = 20
+"""The last ones, for the view."""
 
 
 def snapshot(run: Coordinator) -> dict[str, Any]:
@@ -30,8 +35,17 @@ def snapshot(run: Coordinator) -> dict[str, Any]:
         "loss": state.loss if state and state.round else None,
         "validation": [[r, x] for r, x in sorted(run.losses.items())],
         "epochs": run.deck.account(),
+        "operations": [{"round": o.round, "at": o.at, "text": told(o)} for o in run.operations[-max_operations:]],
         "workers": [_worker(run, m, given.get(m.id, {})) for m in sorted(run.roster.members.values(), key=_id)],
     }
+
+
+def told(operation: Operation) -> str:
+    """What was done to the run, for people."""
+    value = operation.value
+    if operation.kind == ROLL_BACK:
+        return f"went back to round {value['to_round']}: {value['reason']}"
+    return f"{value['by']} set {sentence(operation)}"
 
 
 def _id(member: Member) -> str:

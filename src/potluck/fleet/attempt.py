@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
-from potluck.types.ids import WorkerId
 
 
 @dataclass
@@ -21,15 +22,29 @@ class Attempt:
     decisions: dict[str, Any] = field(default_factory=dict[str, Any])
     consumed: dict[str, ReplyRow] = field(default_factory=dict[str, ReplyRow])
 
+    def inputs(self, key: str) -> list[pb.SessionInput]:
+        """What was sent to a session and not yet taken."""
+        prefix = f"input/{key}/"
+        return [
+            pb.SessionInput(
+                key=key,
+                step=int(name[len(prefix) :]),
+                arguments_json=json.dumps(value["arguments"]),
+                objects=value["objects"],
+            )
+            for name, value in self.decisions.items()
+            if name.startswith(prefix) and not value["acknowledged"]
+        ]
 
-def read_attempt(ledger: Ledger, round: int, attempt: int, here: Sequence[WorkerId]) -> Attempt:
-    """What the ledger has of an attempt; its cohort is whoever is `here` where none was written down. Blocks."""
+
+def read_attempt(ledger: Ledger, round: int, attempt: int, first: Mapping[str, Any] | None = None) -> Attempt:
+    """What the ledger has of an attempt. One that is new begins with the decisions `first`, its cohort. Blocks."""
     found = Attempt(round=round, attempt=attempt)
     found.replies = {row.key: row for row in ledger.replies(round, attempt)}
     for row in ledger.leases(round, attempt):
         found.leases.setdefault(row.key, []).append(row)
     found.decisions = ledger.decisions(round, attempt)
-    if here and "cohort" not in found.decisions:
-        found.decisions["cohort"] = list(here)
-        ledger.decide(round, attempt, "cohort", list(here))
+    if first and "cohort" not in found.decisions:
+        found.decisions |= first
+        ledger.decide_all(round, attempt, first)
     return found

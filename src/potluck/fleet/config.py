@@ -1,5 +1,7 @@
 """The `[fleet]` section of a recipe."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -15,6 +17,11 @@ class FleetConfig(BaseModel):
     )
     no_progress_s: float = Field(
         default=300.0, gt=0, description="seconds without a step or a byte before work is given up"
+    )
+    balance: Literal["none", "time"] = Field(
+        default="none",
+        description="`time`: faster workers get more steps or sequences in a round and slower ones fewer, so that all "
+        "finish together; from 1 to 4 times the mean",
     )
     deadlines: bool = Field(
         default=True, description="give up on work that takes far longer than the worker's past predicts"

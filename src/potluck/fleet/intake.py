@@ -123,7 +123,7 @@ class Intake:
         """Begin to judge a result, once all of it is here."""
         inline = self.inline.get((member.id, lease.id), {})
         if result.error:
-            judge = self._failed(member, lease, result.error)
+            judge = self._failed(member, lease, result)
         elif result.object and not self._has(result.object):
             # It was here when the worker was told so: this machine has lost it since.
             self._verdict(member, (result.round, result.attempt, result.key), "missing", "send it again")
@@ -149,8 +149,10 @@ class Intake:
             task.cancel()
         await asyncio.gather(*self._judging, return_exceptions=True)
 
-    async def _failed(self, member: Member, lease: OpenLease, error: str) -> None:
-        reason = f"{member.id} could not do {lease.message.task}: {printable(error, MAX_ERROR_LENGTH)}"
+    async def _failed(self, member: Member, lease: OpenLease, result: pb.TaskResult) -> None:
+        reason = f"{member.id} could not do {lease.message.task}: {printable(result.error, MAX_ERROR_LENGTH)}"
+        if result.not_finite:
+            self._fleet.overflowed.add(member.id)
         self._verdict(member, lease.id, "dropped", "the task failed")
         await self._fleet.fail(lease, reason)
         self._fleet.roster.failed(member, reason, self._clock.now())
@@ -182,8 +184,9 @@ class Intake:
         if "@" in result.key:
             await self._fleet.emitted(lease, result.step, scalars, result.object)
         else:
-            in_all_s = self._clock.now() - lease.issued_at
-            member.observe(lease.message.task, self._seconds(lease, result), lease.units, in_all_s=in_all_s)
+            seconds, in_all_s = self._seconds(lease, result), self._clock.now() - lease.issued_at
+            member.observe(lease.message.task, seconds, lease.units, in_all_s=in_all_s)
+            self._fleet.paces.observe(member.id, seconds, lease.message.num_sequences)
             is_first = await self._fleet.accept(lease, scalars, result.object, inline)
         verdict = ("accepted", "") if is_first else ("dropped", "another worker was first")
         self._verdict(member, (result.round, result.attempt, result.key), *verdict)

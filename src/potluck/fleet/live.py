@@ -12,7 +12,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -21,8 +21,10 @@ from potluck.clock import Clock, Lanes
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.claims import claims_of
 from potluck.fleet.config import FleetConfig
+from potluck.fleet.data import DataPlane
 from potluck.fleet.encoding import UpEncoding
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, is_stuck, loss, overdue, wire_attempt
+from potluck.fleet.paces import PACES, Paces, read_paces
 from potluck.fleet.publisher import Publisher
 from potluck.fleet.reduction import check_reduction, reduce_replies
 from potluck.fleet.roster import LeaseId, Roster, decide
@@ -40,17 +42,6 @@ from potluck.types.profile import DeviceProfile
 
 max_task_failures = 3
 tick_s = 0.5
-
-
-class DataPlane(Protocol):
-    """Who trains on what: deals spans of the run's data and takes back what was not used."""
-
-    def deal(self, worker: WorkerId, num_sequences: int) -> list[pb.Span]: ...
-    def settle(self, spans: Sequence[pb.Span], *, consumed: bool) -> None: ...
-    def release(self, worker: WorkerId) -> None: ...
-    def held_out(self, part: int) -> list[pb.Span]: ...
-    def objects(self, spans: Sequence[pb.Span]) -> list[Digest]: ...
-    def to_json(self) -> Any: ...
 
 
 class LiveFleet:
@@ -79,6 +70,8 @@ class LiveFleet:
         self.operands: dict[LeaseId, tuple[Tensor, ...]] = {}  # inline tensors of open leases
         self._inline: dict[str, Mapping[str, Tensor]] = {}  # inline tensors of replies, by key
         self.versions: dict[str, str] = {}  # the committed pinned state of each worker
+        self.paces = Paces(run, roster)
+        self.overflowed: set[WorkerId] = set()  # to whom a loss or gradient of this attempt was not finite
         self._num_outputs = 0
         self.phase = "starting"
         self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of work that was given up
@@ -90,19 +83,27 @@ class LiveFleet:
     def run(self) -> RunFacts:
         return self._run
 
+    def adopt(self, run: RunFacts, config: FleetConfig) -> None:
+        """Go by these from now on; a round that is under way keeps the facts that it began with."""
+        self._run, self.config, self.roster.config = run, config, config
+
     # The loop's side: attempts
 
     async def begin(self, round: int, attempt: int) -> None:
         """Work on this attempt from now on, with whatever the ledger has of it."""
         await self.ready(1)  # whoever was here may have left meanwhile, and a round needs someone
-        here = [w.id for w in self.roster.here(self._clock.now())]
-        self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt, here)
+        first: dict[str, Any] = {"cohort": [w.id for w in self.roster.here(self._clock.now())]}
+        if self.config.balance == "time":
+            first[PACES] = self.paces.decided(first["cohort"])
+        self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt, first)
         self._inline.clear()
+        self.overflowed.clear()
         self._num_outputs = 0
 
     async def recover_floating(self) -> None:
         """After a restart: what was handed out beyond rounds and is still open."""
-        self.floating = await self._lanes.ledger.run(read_attempt, self.ledger, FLOATING, 0, [])
+        self.floating = await self._lanes.ledger.run(read_attempt, self.ledger, FLOATING, 0)
+        self.paces.restore(await self._lanes.ledger.run(self.ledger.paces))
         self.versions = await self._lanes.ledger.run(self.ledger.versions)
         for rows in self.floating.leases.values():
             if rows[-1].status == "open":
@@ -110,7 +111,7 @@ class LiveFleet:
 
     async def recover_attempt(self, round: int, attempt: int) -> None:
         """After a restart: what the open attempt handed out, so that workers go on with it until it is claimed."""
-        self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt, [])
+        self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt)
         for rows in self._now.leases.values():
             for row in rows:
                 if row.status == "open" and row.key not in self._now.replies:
@@ -148,6 +149,14 @@ class LiveFleet:
         sent = {Digest(d) for x in leases for given in self.inputs(x.message.key) for d in given.objects}
         replied = {Digest(r.object) for r in self.floating.replies.values() if r.object}
         return self.publisher.objects() | named | sent | replied
+
+    def restart(self) -> None:
+        """The run goes back: nothing that was handed out counts any more, nor what workers have kept of it."""
+        for lease in list(self.book.open.values()):
+            self._give_up(lease, "the run went back to an earlier round")
+        self.floating, self._now = Attempt(round=FLOATING), Attempt()
+        self.versions.clear()
+        self.end(committed=False)
 
     def end(self, *, committed: bool) -> None:
         """The attempt is over and written down: what is still open of it is not wanted any more."""
@@ -188,6 +197,7 @@ class LiveFleet:
                 if reason := loss(lease, member, now, self.config, is_alone=len(here) == 1, others_work=others_work):
                     if member is not None and overdue(lease, member, now):
                         member.forget(lease.message.task)  # its past predicts it no longer
+                        self.paces.observe(member.id, now - lease.started_at, lease.message.num_sequences)
                     if member in here and is_stuck(lease, now, self.config):
                         self.roster.failed(member, reason, now)  # else every round would wait for it
                     self._give_up(lease, reason)
@@ -225,8 +235,9 @@ class LiveFleet:
         row = ReplyRow(
             key=message.key, worker=lease.worker, object=object, scalars=scalars, version=message.next_version
         )
+        pace = list(self.paces.seconds.get(lease.worker, ())) if message.num_sequences else []
         is_first = bool(inline) or await self._lanes.ledger.run(
-            self.ledger.reply, message.round, lease.attempt, row, lease.issue
+            self.ledger.reply, message.round, lease.attempt, row, lease.issue, pace
         )
         holder = self.floating if message.round == FLOATING else self._now
         is_present = holder.round == message.round and holder.attempt == lease.attempt
@@ -253,14 +264,15 @@ class LiveFleet:
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Who was here when the attempt began, as it was written down then."""
-        members = self.roster.members
+        members, unknown = self.roster.members, DeviceProfile(device="cpu")
         ids = [WorkerId(w) for w in self._now.decisions.get("cohort", ())]
+        paces = read_paces(self._now.decisions.get(PACES, {}))
         return tuple(
-            members[w].info if w in members else WorkerInfo(id=w, profile=DeviceProfile(device="cpu")) for w in ids
+            WorkerInfo(id=w, profile=members[w].profile if w in members else unknown, pace=paces.get(w)) for w in ids
         )
 
-    async def ready(self, num_workers: int) -> None:
-        """Wait until that many workers are here, never for a particular one.
+    async def ready(self, num_workers: int = 0) -> None:
+        """Wait until that many workers are here, never for a particular one; 0 for the recipe's `min_workers`.
 
         RunStopped when for `no_progress_s` all that are expected were quarantined: a bad worker that comes first must
         not end a run that others are about to join.
@@ -269,10 +281,11 @@ class LiveFleet:
         while True:
             now = self._clock.now()
             here, why_not = decide(self.roster.members.values(), now, self.config)
-            if len(here) >= num_workers:
+            needed = num_workers or self.config.min_workers  # an operator may change it meanwhile
+            if len(here) >= needed:
                 return
             names = ", ".join(w.id for w in here) or "none"
-            text = f"waiting for workers: {len(here)} of {num_workers} here ({names})"
+            text = f"waiting for workers: {len(here)} of {needed} here ({names})"
             self.phase = f"{text}; {why_not}" if why_not else text
             if not (known := self.roster.expected(now)) or not all(member.quarantined for member in known):
                 hopeful_at = now
@@ -450,17 +463,7 @@ class LiveFleet:
 
     def inputs(self, key: str) -> list[pb.SessionInput]:
         """What was sent to a session and not yet taken."""
-        prefix = f"input/{key}/"
-        return [
-            pb.SessionInput(
-                key=key,
-                step=int(name[len(prefix) :]),
-                arguments_json=json.dumps(value["arguments"]),
-                objects=value["objects"],
-            )
-            for name, value in self.floating.decisions.items()
-            if name.startswith(prefix) and not value["acknowledged"]
-        ]
+        return self.floating.inputs(key)
 
     def acknowledge_input(self, key: str, step: int) -> None:
         value = self.floating.decisions.get(f"input/{key}/{step}")

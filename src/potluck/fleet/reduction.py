@@ -12,6 +12,7 @@ from potluck.storage.params import ParamStore
 from potluck.strategies.fleet import Reduction
 from potluck.strategies.run import RunFacts
 from potluck.types.errors import RecipeError
+from potluck.types.ids import WorkerId
 
 
 def check_reduction(reduction: Reduction, rule: AggregationConfig) -> None:
@@ -28,7 +29,11 @@ def reduce_replies(
     params: ParamStore, rows: Sequence[ReplyRow], paths: Sequence[Path], reduction: Reduction, run: RunFacts, name: str
 ) -> Combined:
     """The reduction of the replies, whose updates are at `paths`, as the vector `name`. Blocks."""
-    weights = [float(row.scalars[reduction.weight]) if reduction.weight else 1.0 for row in rows]
+    weights = [
+        (float(row.scalars[reduction.weight]) if reduction.weight else 1.0)
+        * reduction.factors.get(WorkerId(row.worker), 1.0)
+        for row in rows
+    ]
     updates, layout = list(zip(paths, weights, strict=True)), run.layout
     if run.aggregation.rule == "mean":
         return defer_mean(params, updates, name=reduction.name, layout=layout, out_name=name, mean=reduction.mean)

@@ -23,13 +23,16 @@ def nesterov(
     *,
     lr: float,
     momentum_coefficient: float,
+    scale: float = 1.0,
     layout: Layout,
     offset: int,
 ) -> tuple[Tensor, Tensor]:
     """m <- mu m + delta; theta <- theta - lr (delta + mu m): `torch.optim.SGD(nesterov=True)` with gradient delta.
 
-    PyTorch's first step sets m = delta; here m starts at zeros, which is the same.
+    The gradient is `scale * delta`. PyTorch's first step sets m = delta; here m starts at zeros, which is the same.
     """
+    if scale != 1.0:
+        delta.mul_(scale)
     momentum.mul_(momentum_coefficient).add_(delta)
     return theta.add_(delta.add_(momentum, alpha=momentum_coefficient), alpha=-lr), momentum
 

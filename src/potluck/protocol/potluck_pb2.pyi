@@ -191,7 +191,7 @@ class SessionInput(_message.Message):
     def __init__(self, key: _Optional[str] = ..., step: _Optional[int] = ..., arguments_json: _Optional[str] = ..., objects: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TaskResult(_message.Message):
-    __slots__ = ("key", "attempt", "round", "scalars_json", "object", "num_inline", "error", "step", "seconds")
+    __slots__ = ("key", "attempt", "round", "scalars_json", "object", "num_inline", "error", "step", "seconds", "not_finite")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +201,7 @@ class TaskResult(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     key: str
     attempt: int
     round: int
@@ -210,7 +211,8 @@ class TaskResult(_message.Message):
     error: str
     step: int
     seconds: float
-    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., scalars_json: _Optional[str] = ..., object: _Optional[str] = ..., num_inline: _Optional[int] = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    not_finite: bool
+    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., scalars_json: _Optional[str] = ..., object: _Optional[str] = ..., num_inline: _Optional[int] = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., seconds: _Optional[float] = ..., not_finite: _Optional[bool] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("key", "attempt", "step", "tokens_per_s", "activity")
@@ -283,20 +285,22 @@ class StatusReply(_message.Message):
     def __init__(self, status_json: _Optional[str] = ...) -> None: ...
 
 class AdminRequest(_message.Message):
-    __slots__ = ("action", "name", "uses", "hours", "role", "limits")
+    __slots__ = ("action", "name", "uses", "hours", "role", "limits", "setting")
     ACTION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     USES_FIELD_NUMBER: _ClassVar[int]
     HOURS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    SETTING_FIELD_NUMBER: _ClassVar[int]
     action: str
     name: str
     uses: int
     hours: float
     role: str
     limits: RateLimits
-    def __init__(self, action: _Optional[str] = ..., name: _Optional[str] = ..., uses: _Optional[int] = ..., hours: _Optional[float] = ..., role: _Optional[str] = ..., limits: _Optional[_Union[RateLimits, _Mapping]] = ...) -> None: ...
+    setting: str
+    def __init__(self, action: _Optional[str] = ..., name: _Optional[str] = ..., uses: _Optional[int] = ..., hours: _Optional[float] = ..., role: _Optional[str] = ..., limits: _Optional[_Union[RateLimits, _Mapping]] = ..., setting: _Optional[str] = ...) -> None: ...
 
 class RateLimits(_message.Message):
     __slots__ = ("up", "down", "up_per_worker", "down_per_worker")

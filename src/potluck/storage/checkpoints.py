@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -101,6 +101,13 @@ class Checkpoints:
             return found.content, handles
         self.skipped = tuple(reasons)
         return None
+
+    def remove_where(self, unwanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Remove the whole checkpoints whose manifests are `unwanted`, but never the last one that is left."""
+        whole = list(self._newest_first([]))
+        for found in whole[: len(whole) - 1] if all(unwanted(m.content) for m in whole) else whole:
+            if unwanted(found.content):
+                shutil.rmtree(found.folder)
 
     def names(self) -> tuple[str, ...]:
         """The checkpoints whose files are all there, oldest first."""

@@ -25,6 +25,7 @@ __all__ = [
     "remove_unfinished",
     "require_free",
     "reserve",
+    "rest",
     "unfinished_name",
     "write_atomic",
 ]
@@ -115,6 +116,16 @@ def is_same_boot(folder: Path) -> bool:
 def note_boot(folder: Path) -> None:
     if boot_id():
         write_atomic(folder / "boot", boot_id().encode(), durable=True)
+
+
+def rest(folder: Path) -> None:
+    """All in the folder is whole and will not be written: sync it, so that it counts at any start of any machine."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    fsync_folder(folder)
+    (folder / "boot").unlink(missing_ok=True)
 
 
 class FolderLock:

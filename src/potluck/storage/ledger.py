@@ -9,12 +9,14 @@ All methods block: call them in an executor.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from potluck.storage.database import Database
 
+MARK = "ledger.db"
+"""A folder with this file holds a run."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS attempts (
@@ -35,6 +37,10 @@ CREATE TABLE IF NOT EXISTS versions (worker TEXT PRIMARY KEY, version TEXT NOT N
 CREATE TABLE IF NOT EXISTS contributions (
     worker TEXT PRIMARY KEY, tokens INTEGER NOT NULL, rounds INTEGER NOT NULL, bytes_up INTEGER NOT NULL,
     bytes_down INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS operations (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, round INTEGER NOT NULL, kind TEXT NOT NULL,
+    value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS paces (worker TEXT PRIMARY KEY, seconds TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS metrics (round INTEGER, name TEXT, value REAL NOT NULL, PRIMARY KEY (round, name));
 """
 
@@ -72,6 +78,17 @@ class CommitRow:
     state: Mapping[str, Any]
     deal: Mapping[str, Any]
     accepted: tuple[ReplyRow, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """Something that was done to the run as a whole, such as `set` or `roll_back`; `value` is JSON values."""
+
+    kind: str
+    at: float  # seconds since 1970
+    round: int  # rounds that were committed then
+    value: Mapping[str, Any]
 
 
 class Ledger:
@@ -101,8 +118,10 @@ class Ledger:
         self._db.execute("INSERT INTO attempts VALUES (?, ?, 'open', '', ?)", (round, attempt, at))
         return attempt
 
-    def discard(self, round: int, attempt: int, reason: str, deal: Any) -> None:
+    def discard(self, round: int, attempt: int, reason: str, deal: Any, operation: Operation | None = None) -> None:
         with self._db.transaction():
+            if operation is not None:
+                self.record(operation)
             self._db.execute(
                 "UPDATE attempts SET status = 'discarded', reason = ? WHERE round = ? AND attempt = ?",
                 (reason, round, attempt),
@@ -120,6 +139,8 @@ class Ledger:
             self._db.execute(
                 "UPDATE attempts SET status = 'committed' WHERE round = ? AND attempt = ?", (row.round, row.attempt)
             )
+            for name, value in row.metrics.items():
+                self.metric(row.round + 1, name, value)
             for reply in row.accepted:
                 if reply.version:
                     self._db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?)", (reply.worker, reply.version))
@@ -149,11 +170,14 @@ class Ledger:
     def _put_deal(self, deal: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES ('deal', ?)", (json.dumps(deal),))
 
-    def roll_back(self, round: int, deal: Any) -> None:
-        """Go back to the state after `round` rounds: used when the files of a later commit are gone.
+    def roll_back(
+        self, round: int, deal: Any, reason: str, *, state: Any = None, operation: Operation | None = None
+    ) -> None:
+        """Go back to the state after `round` rounds: used when the files of a later commit are gone, or it is no good.
 
         What came after it no longer counts for anyone. Its attempts stay, as discarded: so no result of theirs that a
-        worker still holds can pass for one of the rounds that are done again.
+        worker still holds can pass for one of the rounds that are done again. `state` is that state where its files
+        are others now.
         """
         with self._db.transaction():
             self._put_deal(deal)
@@ -163,13 +187,26 @@ class Ledger:
                         "UPDATE contributions SET tokens = tokens - ?, rounds = rounds - 1 WHERE worker = ?",
                         (int(scalars.get("num_tokens", 0)), worker),
                     )
-            self._db.execute(
-                "UPDATE attempts SET status = 'discarded', reason = 'its files are gone' WHERE round >= ?", (round,)
-            )
+            self._db.execute("UPDATE attempts SET status = 'discarded', reason = ? WHERE round >= ?", (reason, round))
             for table in ("commits", "decisions", "leases", "replies"):
                 self._db.execute(f"DELETE FROM {table} WHERE round >= ?", (round,))
             self._db.execute("DELETE FROM metrics WHERE round > ?", (round,))
             self._db.execute("DELETE FROM versions")
+            if state is not None:
+                self._db.execute("UPDATE commits SET state = ? WHERE round = ?", (json.dumps(state), round - 1))
+            if operation is not None:
+                self.record(operation)
+
+    # The run as a whole
+
+    def record(self, operation: Operation) -> None:
+        row = (operation.at, operation.round, operation.kind, json.dumps(dict(operation.value)))
+        self._db.execute("INSERT INTO operations (at, round, kind, value) VALUES (?, ?, ?, ?)", row)
+
+    def operations(self) -> list[Operation]:
+        """All of them, in order."""
+        rows = self._db.query("SELECT kind, at, round, value FROM operations ORDER BY number")
+        return [Operation(kind=k, at=at, round=r, value=json.loads(value)) for k, at, r, value in rows]
 
     # Within an attempt
 
@@ -177,6 +214,12 @@ class Ledger:
         self._db.execute(
             "INSERT OR REPLACE INTO decisions VALUES (?, ?, ?, ?)", (round, attempt, name, json.dumps(value))
         )
+
+    def decide_all(self, round: int, attempt: int, values: Mapping[str, Any]) -> None:
+        """All of them or none."""
+        with self._db.transaction():
+            for name, value in values.items():
+                self.decide(round, attempt, name, value)
 
     def decisions(self, round: int, attempt: int) -> dict[str, Any]:
         rows = self._db.query("SELECT name, value FROM decisions WHERE round = ? AND attempt = ?", (round, attempt))
@@ -214,8 +257,11 @@ class Ledger:
             LeaseRow(key=k, issue=i, worker=w, lease=bytes(blob), status=s, reason=r) for k, i, w, blob, s, r in rows
         ]
 
-    def reply(self, round: int, attempt: int, row: ReplyRow, issue: int) -> bool:
-        """Log an accepted reply and close its lease. False if the task had a reply already: the first one stays."""
+    def reply(self, round: int, attempt: int, row: ReplyRow, issue: int, pace: Sequence[float] = ()) -> bool:
+        """Log an accepted reply and close its lease. False if the task had a reply already: the first one stays.
+
+        `pace` is what its worker took for a training sequence, this time and before.
+        """
         with self._db.transaction():
             is_first = self._db.execute(
                 "INSERT INTO replies (round, attempt, key, worker, object, scalars, version) VALUES (?,?,?,?,?,?,?) "
@@ -223,6 +269,8 @@ class Ledger:
                 (round, attempt, row.key, row.worker, row.object, json.dumps(dict(row.scalars)), row.version),
             )
             self.settle(round, attempt, row.key, issue, "replied" if is_first else "lost")
+            if pace:
+                self._db.execute("INSERT OR REPLACE INTO paces VALUES (?, ?)", (row.worker, json.dumps(list(pace))))
             return bool(is_first)
 
     def replies(self, round: int, attempt: int) -> list[ReplyRow]:
@@ -240,6 +288,10 @@ class Ledger:
     def versions(self) -> dict[str, str]:
         """The committed pinned state of each worker."""
         return {str(w): str(v) for w, v in self._db.query("SELECT worker, version FROM versions")}
+
+    def paces(self) -> dict[str, list[float]]:
+        """Seconds for a training sequence in the last tasks of each worker."""
+        return {str(w): json.loads(seconds) for w, seconds in self._db.query("SELECT worker, seconds FROM paces")}
 
     def add_traffic(self, worker: str, up: int, down: int) -> None:
         self._db.execute(
@@ -260,6 +312,11 @@ class Ledger:
     def metric(self, round: int, name: str, value: float) -> None:
         self._db.execute("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", (round, name, value))
 
-    def metrics(self, name: str) -> list[tuple[int, float]]:
-        rows = self._db.query("SELECT round, value FROM metrics WHERE name = ? ORDER BY round", (name,))
+    def metrics(self, name: str, last: int = -1) -> list[tuple[int, float]]:
+        """By round; of the last so many rounds that have it, -1 for all."""
+        rows = self._db.query(
+            "SELECT round, value FROM (SELECT round, value FROM metrics WHERE name = ? ORDER BY round DESC LIMIT ?) "
+            "ORDER BY round",
+            (name, last),
+        )
         return [(int(r), float(v)) for r, v in rows]

@@ -46,6 +46,7 @@ _not_in_names = re.compile(r"[^A-Za-z0-9._-]")
 _safe_name = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
 num_threads = 2
+_num_samples = 64  # places in a vector that a distance is estimated from
 """Work on vectors is bound by memory traffic, which two cores of most machines exhaust."""
 
 Values = npt.NDArray[np.float32]
@@ -203,6 +204,19 @@ class ParamStore:
         for part in self.slices(params):
             total += float(np.square(part.numpy(), dtype=np.float64).sum())
         return math.sqrt(total)
+
+    def distance(self, one: Params, other: Params, *, at_most: int) -> float:
+        """The L2 norm of the difference, summed in fp64; of more than `at_most` elements from a part, spread evenly."""
+        numel, total, num_read = one.numel, 0.0, 0
+        every = max(1, math.ceil(numel / max(at_most, 1)))
+        size = min(self.slice_numel, max(1, at_most // _num_samples))
+        with self.reading(one) as first, self.reading(other) as second:
+            for low in range(0, numel, size * every):
+                high = min(low + size, numel)
+                difference = first(low, high).sub(second(low, high)).numpy()
+                total += float(np.square(difference, dtype=np.float64).sum())
+                num_read += high - low
+        return math.sqrt(total * numel / max(num_read, 1))
 
     def check(self, params: Params) -> None:
         """CorruptError if a file of the handle is missing or has another size. One that was deferred is settled."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from potluck.planner.balance import Pace
 from potluck.strategies.run import RunFacts
 from potluck.strategies.task import BoundTask
 from potluck.types.errors import RoundFailed
@@ -28,6 +29,7 @@ class WorkerInfo:
 
     id: WorkerId
     profile: DeviceProfile
+    pace: Pace | None = None  # for training sequences; None where work is not balanced, or nothing is known yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +50,21 @@ class Reduction:
     A mean is R(x, w): x_i is the tensor `name` of reply i and w_i its scalar `weight` (1 where that is empty).
     Otherwise x_i is itself a sum over w_i items, and the total over all items is (sum_i w_i) R(x_i / w_i, w): with the
     weighted mean that is sum_i x_i. `previous` is the aggregate before, where a rule that starts from one is to start.
+    `factors` multiply the w_i of a mean, by worker.
     """
 
     name: str
     weight: str = ""
     mean: bool = True
     previous: Params | None = None
+    factors: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])
 
 
-def weighted_mean(name: str, *, by: str, previous: Params | None = None) -> Reduction:
-    """sum_i w_i x_i / sum_i w_i, w_i the scalar `by` of reply i."""
-    return Reduction(name=name, weight=by, mean=True, previous=previous)
+def weighted_mean(
+    name: str, *, by: str, previous: Params | None = None, factors: Mapping[WorkerId, float] | None = None
+) -> Reduction:
+    """sum_i w_i x_i / sum_i w_i, w_i the scalar `by` of reply i, times the factor of its worker where it has one."""
+    return Reduction(name=name, weight=by, mean=True, previous=previous, factors=factors or {})
 
 
 def total(name: str, *, over: str = "") -> Reduction:

@@ -5,6 +5,7 @@
     theta <- adamw(theta, g)            or plain SGD, as `inner.optimizer` says
 
 So K workers with batch b take the very step of one machine with batch K b, also when their batches are unequal.
+With `fleet.balance = "time"` they are: faster workers get more sequences of the same K b, for the same step.
 (Clipping on each worker first would be another algorithm.) A robust rule of aggregation is applied to the g_i / n_i.
 """
 
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from potluck.optim.inner import InnerConfig, learning_rate
 from potluck.optim.outer import adamw, sgd
+from potluck.planner.balance import balanced
 from potluck.strategies.fleet import Fleet, total
 from potluck.strategies.replica import Replica
 from potluck.strategies.run import RunFacts
@@ -61,10 +63,12 @@ class SyncSGD:
 
     async def run_round(self, state: SyncSGDState, fleet: Fleet) -> SyncSGDState:
         run, workers = fleet.run, fleet.workers()
-        num_sequences = run.inner.sequences_per_step
-        work = gradient.bind(theta=state.params, num_sequences=num_sequences).granted(num_sequences)
+        shares = balanced({w.id: w.pace for w in workers}, mean_units=run.inner.sequences_per_step)
         got = await fleet.call(
-            {w.id: work for w in workers},
+            {
+                worker: gradient.bind(theta=state.params, num_sequences=num_sequences).granted(num_sequences)
+                for worker, num_sequences in shares.items()
+            },
             key="gradient",
             min_replies=math.ceil(self.config.min_reply_fraction * len(workers)),
             reduce=total("gradient", over="num_tokens"),

@@ -13,6 +13,7 @@
     ├── CorruptError                10   a file or transfer that does not match its digest
     ├── RunStopped                  11   a run ended early, with the reason
     └── ModelError                  12   a model that cannot be built, loaded or held
+        └── NotFinite               12   a loss or gradient that is NaN or infinite
     ConnectionLost                   -   internal: the link broke; always caught and retried
     RoundFailed                      -   internal: the round is discarded; the loop goes on
 
@@ -72,6 +73,10 @@ class RunStopped(PotluckError):
 
 
 class ModelError(PotluckError):
+    exit_code = 12
+
+
+class NotFinite(ModelError):
     exit_code = 12
 
 

@@ -19,9 +19,8 @@ from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Connection
 from potluck.transport.grpc.client import GrpcConnection
 from potluck.transport.pace import Limits, PacedConnection, Pacer
-from potluck.transport.security.enrol import obtain
+from potluck.transport.security.enrol import enter
 from potluck.transport.security.identity import Identity, apply_renewal, renewal_request
-from potluck.transport.security.link import read_link
 from potluck.types.errors import ConnectionLost, DataError
 from potluck.types.profile import DeviceProfile
 from potluck.worker.agent import Agent, Introduction
@@ -73,8 +72,8 @@ class _Joining:
         options = self.options
         self._device = str(await self.files.run(choose_device, options.device))
         self._strategies = await self.files.run(_allowed, options.allow_strategies)
-        self._identity = await obtain(
-            read_link(options.link), name=options.name or socket.gethostname(), folder=self._folder,
+        self._identity = await enter(
+            options.link, name=options.name or socket.gethostname(), folder=self._folder,
             executor=self.files, now=self.clock.time(),
         )  # fmt: skip
         if self._identity.role == "operator":

@@ -25,7 +25,7 @@ from potluck.optim.inner import InnerConfig, learning_rate
 from potluck.planner.memory import ModelDims, check_fits, training_memory
 from potluck.strategies.replica import Loss, Mailbox, Step, TaskCancelled
 from potluck.strategies.run import RunSpec
-from potluck.types.errors import CorruptError, DataError, ModelError, ResourceError
+from potluck.types.errors import CorruptError, DataError, ModelError, NotFinite, ResourceError
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
 
@@ -244,7 +244,7 @@ class TorchReplica:
         self._flat.clear_gradients()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         at = f" with learning rate {lr:.2e}" if lr is not None else ""
-        raise ModelError(
+        raise NotFinite(
             f"{what} at inner step {self._num_steps + 1}{at}, and training cannot go on from there; lower "
             "strategy.inner.lr or raise strategy.inner.warmup"
         )

@@ -25,7 +25,7 @@ from potluck.strategies.replica import TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, TaskFunction, decode_arguments, installed
 from potluck.transport.inline import MAX_BUNDLE_BYTES
-from potluck.types.errors import CorruptError, PotluckError, Refused, ResourceError
+from potluck.types.errors import CorruptError, NotFinite, PotluckError, Refused, ResourceError
 from potluck.types.ids import Digest
 from potluck.types.untrusted import printable
 from potluck.types.vector import Vector
@@ -240,7 +240,7 @@ class Runner:
             except TaskCancelled:
                 pass
             except PotluckError as error:
-                self._fail(lease, str(error))
+                self._fail(lease, str(error), not_finite=isinstance(error, NotFinite))
             except Exception as error:  # whatever a task or its libraries raise costs that task, not the worker
                 self._note("".join(traceback.format_exception(error)))
                 self._fail(lease, f"{type(error).__name__}: {error}")
@@ -253,12 +253,12 @@ class Runner:
                 self.activity = ("waiting", 0)
                 self.changed.set()
 
-    def _fail(self, lease: pb.Lease, reason: str) -> None:
+    def _fail(self, lease: pb.Lease, reason: str, *, not_finite: bool = False) -> None:
         if lease_id(lease) not in self.wanted:
             return  # nobody asks any more, so its inputs may be gone
         self._note(f"{lease.task} failed: {reason}")
         self.results[lease_id(lease)] = pb.TaskResult(
-            key=lease.key, attempt=lease.attempt, round=lease.round, error=printable(reason, 500)
+            key=lease.key, attempt=lease.attempt, round=lease.round, error=printable(reason, 500), not_finite=not_finite
         )
 
     async def _do_or_send_again(self, lease: pb.Lease) -> None:

@@ -12,7 +12,7 @@ import pytest
 from potluck.protocol import pb
 from potluck.transport.grpc.client import call_enrol
 from potluck.transport.security.authority import Authority
-from potluck.transport.security.enrol import enrol, fetch_authority, obtain
+from potluck.transport.security.enrol import enrol, enter, fetch_authority, obtain
 from potluck.transport.security.enroller import local_operator
 from potluck.transport.security.identity import Identity, apply_renewal, renewal_request
 from potluck.transport.security.keys import (
@@ -28,6 +28,7 @@ from potluck.types.errors import (
     ConnectionLost,
     CoordinatorUnreachable,
     NotAdmitted,
+    PotluckError,
     VersionMismatch,
 )
 
@@ -244,6 +245,26 @@ def test_a_coordinator_that_moved_is_found_by_its_new_line(coordinator, join, wh
     assert (before.worker_id, after.worker_id, said) == ("anna", "anna", "anna worker")
     assert after.serve_port == coordinator.serve_port != before.serve_port
     assert after.key_pem == before.key_pem
+
+
+def test_a_coordinator_that_moved_is_found_by_its_address_alone(coordinator, join, tmp_path):
+    async def main():
+        async with coordinator.serving():
+            identity = await join(invite(coordinator))
+        options = {"name": "x", "executor": coordinator.executor, "now": coordinator.clock.time()}
+        moved = await enter("new.example.org:9000", folder=tmp_path / "anna", **options)
+        assert (moved.host, moved.enrol_port, moved.serve_port) == ("new.example.org", 9000, 9001)
+        assert (moved.worker_id, moved.certificate_pem) == (identity.worker_id, identity.certificate_pem)
+        assert Identity.load(tmp_path / "anna").address == "new.example.org:9001"
+        with pytest.raises(NotAdmitted, match="has joined no coordinator yet"):
+            await enter("new.example.org:9000", folder=tmp_path / "bert", **options)
+        late = {**options, "now": identity.expires + 1}
+        with pytest.raises(NotAdmitted, match="has expired; ask for a new join line"):
+            await enter("new.example.org:9000", folder=tmp_path / "anna", **late)
+        with pytest.raises(PotluckError, match="neither a join line"):
+            await enter("no such thing", folder=tmp_path / "anna", **options)
+
+    asyncio.run(main())
 
 
 def test_a_revoked_member_is_refused_on_an_open_connection(coordinator, join, connect_identity):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from dataclasses import replace
 from pathlib import Path
 
 from cryptography import x509
@@ -31,12 +32,12 @@ from potluck.transport.security.keys import (
     new_key,
     new_request,
 )
-from potluck.transport.security.link import JoinLink, format_address
+from potluck.transport.security.link import SCHEME, JoinLink, format_address, parse_address, read_link
 from potluck.transport.security.messages import parse_message
 from potluck.transport.security.names import SERVER_NAME
 from potluck.transport.security.private_files import read_private, write_private
 from potluck.transport.security.proxy import open_stream
-from potluck.types.errors import CoordinatorUnreachable, CorruptError, NotAdmitted
+from potluck.types.errors import CoordinatorUnreachable, CorruptError, NotAdmitted, PotluckError
 
 KEY_FILE = "joining.pem"
 
@@ -51,6 +52,24 @@ async def obtain(link: JoinLink, *, name: str, folder: Path, executor: Executor,
     if known is not None and not known.expired(now) and known.enrol_port == link.port:
         return known.at(link.host)
     return await enrol(link, name=name, folder=folder, executor=executor)
+
+
+async def enter(text: str, *, name: str, folder: Path, executor: Executor, now: float) -> Identity:
+    """`obtain` by a join line, or a file with one; or by HOST:PORT, where a coordinator that was joined is now.
+
+    PotluckError if `text` is none of these; NotAdmitted where a line is needed.
+    """
+    if SCHEME in text.lower() or text.startswith("@") or not await executor.run(_is_address, text):
+        return await obtain(read_link(text), name=name, folder=folder, executor=executor, now=now)
+    host, port = parse_address(text)
+    if not await executor.run(Identity.exists, folder):
+        raise NotAdmitted(f"{folder} has joined no coordinator yet, so the address {text} needs a join line with it")
+    known = await executor.run(Identity.load, folder)
+    if known.expired(now):
+        raise NotAdmitted(f"the certificate in {folder} has expired; ask for a new join line")
+    moved = replace(known, host=host, enrol_port=port, serve_port=port + 1)
+    await executor.run(moved.save, folder)
+    return moved
 
 
 async def enrol(link: JoinLink, *, name: str, folder: Path, executor: Executor, timeout_s: float = 30.0) -> Identity:
@@ -99,6 +118,14 @@ def fetch_authority(host: str, port: int, pin: str, timeout_s: float = 15.0) -> 
             "coordinator, or something on the way intercepts the connection: ask for a new line (nothing was sent)"
         )
     return certificate_to_pem(certificate)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parse_address(text)
+    except PotluckError:
+        return False
+    return not Path(text).is_file()
 
 
 def _known(link: JoinLink, folder: Path) -> Identity | None:

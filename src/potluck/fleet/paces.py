@@ -1,0 +1,58 @@
+"""How fast each worker is taken to be in a round: decided when an attempt begins, and written down with it.
+
+So a strategy that balances its work by it plans the same when the round is run again, whatever was measured since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from potluck.fleet.roster import Roster
+from potluck.planner.balance import Measured, Pace, num_recent, paces, sequence_work
+from potluck.strategies.run import RunFacts
+from potluck.types.ids import WorkerId
+
+PACES = "paces"
+"""The decision's name."""
+_digits = 4
+"""What times differ by beyond that is noise, and should not make plans differ."""
+
+
+class Paces:
+    """What each worker took for a training sequence the last times. The ledger keeps it with the replies."""
+
+    def __init__(self, run: RunFacts, roster: Roster) -> None:
+        self._run, self._roster = run, roster
+        self.seconds: dict[WorkerId, list[float]] = {}
+
+    def observe(self, worker: WorkerId, seconds: float, num_sequences: int) -> None:
+        """A task of so many training sequences took so long; one that was given up on, at least so long."""
+        if num_sequences:
+            past = self.seconds.setdefault(worker, [])
+            past.append(seconds / num_sequences)
+            del past[:-num_recent]
+
+    def restore(self, seconds: Mapping[str, list[float]]) -> None:
+        """What the ledger has kept."""
+        self.seconds = {WorkerId(worker): past for worker, past in seconds.items()}
+
+    def decided(self, here: Sequence[WorkerId]) -> Any:
+        """The paces of those who are here and of whom anything is known, as JSON."""
+        known = {
+            id: Measured(profile=self._roster.members[id].profile, unit_s=tuple(self.seconds.get(id, ())))
+            for id in here
+        }
+        run = self._run
+        work = sequence_work(run.layout.numel, run.seq_len, run.inner.sequences_per_step)
+        found = paces(known, work, up_bytes=run.up_bytes("update"), down_bytes=run.down_bytes())
+        return {id: [_rounded(pace.unit_s), _rounded(pace.fixed_s)] for id, pace in found.items()}
+
+
+def read_paces(decided: Mapping[str, Sequence[float]]) -> dict[WorkerId, Pace]:
+    """What `Paces.decided` gave."""
+    return {WorkerId(worker): Pace(unit_s=unit_s, fixed_s=fixed_s) for worker, (unit_s, fixed_s) in decided.items()}
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.{_digits}g}")
