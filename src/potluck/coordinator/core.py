@@ -22,13 +22,14 @@ from potluck.codecs.policy import CodecRule
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.divergence import Diverged, DivergenceConfig, RoundFigures, Watch
 from potluck.coordinator.events import Event, OnEvent
+from potluck.coordinator.kit import Kit
 from potluck.coordinator.transfer import TransferConfig
+from potluck.coordinator.uploads import Uploads
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.intake import Intake
 from potluck.fleet.live import LiveFleet
-from potluck.fleet.roster import LeaseId, Roster
+from potluck.fleet.roster import Roster
 from potluck.planner.compression import CompressionConfig
-from potluck.storage.checkpoints import Checkpoints
 from potluck.storage.database import Database
 from potluck.storage.files import rest
 from potluck.storage.ledger import MARK, CommitRow, Ledger, Operation
@@ -108,24 +109,25 @@ class Coordinator:
 
     def __init__(
         self, plan: Plan, folder: Path, *, deck: Deck, ledger: Ledger, objects: ObjectStore, params: ParamStore,
-        facts: RunFacts, clock: Clock, lanes: Lanes, on_event: OnEvent,
+        facts: RunFacts, clock: Clock, lanes: Lanes, on_event: OnEvent, kit: Kit,
     ) -> None:  # fmt: skip
         self.plan, self.folder, self.deck = plan, folder, deck
         self.config, self.strategy = plan.fleet, plan.strategy
         self.ledger, self.objects, self.params, self.facts = ledger, objects, params, facts
         self.clock, self.lanes, self._on_event = clock, lanes, on_event
-        self.checkpoints = Checkpoints(folder / "checkpoints", params, keep=plan.checkpoint.keep)
+        self.checkpoints = kit.checkpoints(folder / "checkpoints", params, keep=plan.checkpoint.keep)
         self.pacer = Pacer(clock, plan.transfer.limits())
         self.roster = Roster(plan.fleet)
         self.fleet = LiveFleet(
             run=facts, config=plan.fleet, roster=self.roster, ledger=ledger, objects=objects, params=params,
-            data=deck, scratch=folder, clock=clock, lanes=lanes,
+            publisher=kit.publisher(facts, params, objects, folder, lanes.compute),
+            updates=kit.updates(facts, params, objects), data=deck, clock=clock, lanes=lanes,
         )  # fmt: skip
         self.fleet.lost = lambda worker, reason: self.tell("lost", reason, worker=worker, reason=reason)
         self.fleet.encoding.told = lambda worker, reason: self.tell("codec", reason, worker=worker, reason=reason)
         self.fleet.waits = lambda text: self.tell("waiting", text, reason=text)
         self.fleet.combined = self._combined
-        self.fleet.held_back = self.pacer.holds_back
+        self.fleet.watching.held_back = self.pacer.held_back
         self.intake = Intake(self.fleet, clock, lanes)
         self.intake.failed = self.fail
         self.intake.noted = lambda worker, text: self.tell("note", f"{worker}: {text}", worker=worker)
@@ -136,7 +138,7 @@ class Coordinator:
         self.stop_reason = ""
         self.failure: BaseException | None = None  # what ends the run, such as a full disk here
         self.recovered = asyncio.Event()
-        self.uploads: dict[Digest, LeaseId] = {}  # what came or comes in for open leases
+        self.uploads = Uploads()
         self.traffic: Callable[[str], Traffic] = lambda _: Traffic()  # of this process, by worker; set by the host
         self.seen: Callable[[str], None] = lambda _: None  # blocks; notes in the member book that a worker was here
         self.tidy: Callable[[], None] = lambda: None  # blocks; gives memory that is free back to the system
@@ -153,14 +155,15 @@ class Coordinator:
     @staticmethod
     async def open(
         plan: Plan, folder: Path, *, deck: Deck, objects: ObjectStore, clock: Clock, lanes: Lanes,
-        on_event: OnEvent,
+        on_event: OnEvent, kit: Kit | None = None,
     ) -> Coordinator:  # fmt: skip
         """Open the run's stores in its folder, new or as they were left."""
+        parts = kit or Kit()
 
         def build() -> tuple[Ledger, ParamStore, RunFacts]:
             durable = plan.checkpoint.durability == "power"
             ledger = open_ledger(folder, durable=durable)
-            params = ParamStore(folder / "params", durable=durable)
+            params = parts.params(folder / "params", durable=durable)
             facts = RunFacts(
                 seed=plan.spec.seed,
                 layout=plan.layout,
@@ -181,7 +184,7 @@ class Coordinator:
         ledger, params, facts = await lanes.compute.run(build)
         return Coordinator(
             plan, folder, deck=deck, ledger=ledger, objects=objects, params=params, facts=facts, clock=clock,
-            lanes=lanes, on_event=on_event,
+            lanes=lanes, on_event=on_event, kit=parts,
         )  # fmt: skip
 
     # What the main loop does
@@ -329,7 +332,7 @@ class Coordinator:
         await self.lanes.ledger.run(go_back)
         self.deck.restore(deal)
         self.state = state
-        self.uploads.clear()
+        self.uploads.keep(())
         await self._read_records()
         await self._collect(state)
         return state
@@ -394,8 +397,7 @@ class Coordinator:
         """Remove what neither this state, the run's beginning nor a checkpoint needs."""
         handles = {*state.handles(), self.facts.initial, self.facts.zeros}
         self.fleet.publisher.forget(handles)
-        for digest in [digest for digest, lease in self.uploads.items() if lease not in self.fleet.book.open]:
-            del self.uploads[digest]
+        self.uploads.keep(self.fleet.book.open)
         keep = {*self.fleet.objects_in_use(), *self.deck.digests(), *self.plan.open_objects}
 
         is_due = self.clock.now() - self._tidied_at >= tidy_interval_s
@@ -509,11 +511,13 @@ class Coordinator:
 
     def _write_traffic(self) -> None:
         """What moved since it was last written down."""
+        moved: dict[str, tuple[int, int]] = {}
         for id in list(self.roster.members):
             traffic = self.traffic(id)
             up, down = self._written.get(id, (0, 0))
-            self.ledger.add_traffic(id, traffic.total_up - up, traffic.total_down - down)
+            moved[id] = (traffic.total_up - up, traffic.total_down - down)
             self._written[id] = (traffic.total_up, traffic.total_down)
+        self.ledger.add_traffic(moved)
 
     def tell(self, kind: str, text: str, **detail: Any) -> None:
         self._on_event(Event(kind=kind, at=self.clock.time(), text=text, detail=detail))

@@ -53,6 +53,7 @@ class CoordinatorService:
         self._turns: dict[tuple[str, WorkerId], float] = {}  # when its next arrival of a kind has its turn
         self._num_transfers: Counter[WorkerId] = Counter()
         self._data_over: dict[WorkerId, asyncio.Event] = {}  # ends the Data stream that it has now
+        self._run_json = run.plan.spec.model_dump_json()
         self._max_upload_bytes = int(run_size * upload_slack) + (1 << 20)
 
     async def call(self, peer: Peer, method: str, request: bytes) -> bytes:
@@ -103,7 +104,7 @@ class CoordinatorService:
         known = peer.id in self.run.roster.members
         self.run.roster.arrive(peer.id, profile, self.run.clock.now())
         self.run.tell("joined", f"{peer.id} {'is back' if known else 'joined'} ({profile.device})", worker=peer.id)
-        reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=spec.model_dump_json())
+        reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=self._run_json)
         return reply.SerializeToString()
 
     async def _turn_of(self, kind: str, worker: WorkerId, *, at_once_s: float = 0.0) -> None:
@@ -248,15 +249,15 @@ class CoordinatorService:
         run = self.run
         paced = PacedChannel(channel, run.pacer, member.id, patience_s=run.config.no_progress_s)
         if method == "GetObject":
-            await objects.serve_get(paced, run.objects, run.lanes.transfers, self._may_fetch(member))
+            await objects.serve_get(paced, run.objects, run.lanes.transfers, self.may_fetch(member))
             return
         try:
-            await objects.serve_put(paced, run.objects, run.lanes.transfers, self._may_store(member))
+            await objects.serve_put(paced, run.objects, run.lanes.transfers, self.may_store(member))
         except ResourceError as error:
             run.fail(error)  # this machine's disk is full: no worker can mend that
             raise
 
-    def _may_fetch(self, member: Member) -> Callable[[Digest], bool]:
+    def may_fetch(self, member: Member) -> Callable[[Digest], bool]:
         """What its leases name, and what every member of the run may have."""
 
         def allow(digest: Digest) -> bool:
@@ -270,7 +271,7 @@ class CoordinatorService:
 
         return allow
 
-    def _may_store(self, member: Member) -> Callable[[pb.ObjectInfo], None]:
+    def may_store(self, member: Member) -> Callable[[pb.ObjectInfo], None]:
         """A result of work it holds, no larger than such a result can be."""
 
         def admit(info: pb.ObjectInfo) -> None:
@@ -280,10 +281,10 @@ class CoordinatorService:
                 raise Refused(f"nobody waits for the upload {info.purpose[:100]!r} any more")
             if not 0 < info.size <= self._max_upload_bytes:
                 raise Refused(f"an upload of {info.size} bytes is not in 1 to {self._max_upload_bytes}")
-            others = sum(id == lease.id for d, id in self.run.uploads.items() if d != digest)
+            others = self.run.uploads.others(digest, lease.id)
             if lease.message.kind != "session" and others >= MAX_UPLOADS:
                 raise Refused(f"{lease.message.task} has one result, and {others} others were uploaded for it")
-            self.run.uploads[digest] = lease.id
+            self.run.uploads.add(digest, lease.id)
 
         return admit
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,21 @@ class Attempt:
     leases: dict[str, list[LeaseRow]] = field(default_factory=dict[str, list[LeaseRow]])
     decisions: dict[str, Any] = field(default_factory=dict[str, Any])
     consumed: dict[str, ReplyRow] = field(default_factory=dict[str, ReplyRow])
+    _versions: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+
+    def add_reply(self, row: ReplyRow) -> None:
+        self.replies[row.key] = row
+        if row.version:
+            self._versions.setdefault(row.worker, {})[row.key] = row.version
+
+    def drop_reply(self, key: str) -> None:
+        row = self.replies.pop(key, None)
+        if row is not None and row.version:
+            self._versions[row.worker].pop(key, None)
+
+    def versions_of(self, worker: str) -> Iterable[str]:
+        """Pinned states that a worker's replies lead to."""
+        return self._versions.get(worker, {}).values()
 
     def inputs(self, key: str) -> list[pb.SessionInput]:
         """What was sent to a session and not yet taken."""
@@ -40,7 +55,8 @@ class Attempt:
 def read_attempt(ledger: Ledger, round: int, attempt: int, first: Mapping[str, Any] | None = None) -> Attempt:
     """What the ledger has of an attempt. One that is new begins with the decisions `first`, its cohort. Blocks."""
     found = Attempt(round=round, attempt=attempt)
-    found.replies = {row.key: row for row in ledger.replies(round, attempt)}
+    for row in ledger.replies(round, attempt):
+        found.add_reply(row)
     for row in ledger.leases(round, attempt):
         found.leases.setdefault(row.key, []).append(row)
     found.decisions = ledger.decisions(round, attempt)

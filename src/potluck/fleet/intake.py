@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from potluck.aggregation.validate import check_update
 from potluck.clock import Clock, Lanes
 from potluck.fleet.leases import OpenLease
 from potluck.fleet.live import LiveFleet
@@ -70,8 +69,7 @@ class Intake:
             with contextlib.suppress(ValueError):  # the one it said Welcome with stands
                 member.profile = DeviceProfile.parse(report.profile_json)
         if report.leaving and not member.leaving:
-            member.leaving = True
-            self._fleet.roster.signal()
+            self._fleet.roster.leave(member)
         member.progress = report.progress[0] if report.progress else None
         if member.progress is not None:
             member.progress.activity = printable(member.progress.activity, MAX_ACTIVITY_LENGTH)
@@ -114,7 +112,8 @@ class Intake:
         for progress in report.progress[:MAX_RESULTS]:
             at_work = [x for x in leases if (x.message.key, x.message.attempt) == (progress.key, progress.attempt)]
             for lease in at_work:
-                lease.seen(progress, now)
+                if lease.seen(progress, now):
+                    self._fleet.watching.look(lease)
             for lease in leases:
                 if at_work and lease not in at_work and not lease.started_at:
                     lease.progress_at = now  # it waits behind the one at work
@@ -187,6 +186,7 @@ class Intake:
             seconds, in_all_s = self._seconds(lease, result), self._clock.now() - lease.issued_at
             member.observe(lease.message.task, seconds, lease.units, in_all_s=in_all_s)
             self._fleet.paces.observe(member.id, seconds, lease.message.num_sequences)
+            self._fleet.watching.reconsider(member)
             is_first = await self._fleet.accept(lease, scalars, result.object, inline)
         verdict = ("accepted", "") if is_first else ("dropped", "another worker was first")
         self._verdict(member, (result.round, result.attempt, result.key), *verdict)
@@ -236,10 +236,9 @@ class Intake:
             raise Refused(f"it claims {num_tokens} tokens where {least} to {most} are possible")
 
     def _check_object(self, lease: OpenLease, digest: str) -> None:
-        path = self._fleet.objects.path(check_digest(digest))
+        object = check_digest(digest)
         if lease.expects is not None:
-            limit = self._fleet.config.max_update_norm or math.inf
-            check_update(path, lease.expects.name, self._fleet.run.layout, max_norm=limit)
+            self._fleet.updates.check(object, lease.expects.name, self._fleet.config.max_update_norm or math.inf)
 
     def _is_lost(self, digest: str) -> bool:
         """Whether this machine's disk has spoilt an object since it came; it is removed then."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from potluck.fleet.claims import Claims
 from potluck.fleet.config import FleetConfig
-from potluck.fleet.roster import LeaseId, Member, absence
+from potluck.fleet.roster import LeaseId, Member, absence, heard_until
 from potluck.planner.deadline import deadline_s
 from potluck.protocol import pb
 from potluck.storage.ledger import ReplyRow
@@ -57,6 +60,8 @@ class OpenLease:
     claims: Claims = field(default_factory=Claims)
     checking: bool = False  # its result is being validated
     claimed: bool = True  # a verb waits for it; after a restart not until the round has been run again up to there
+    number: int = 0  # in the order in which leases were opened
+    look_at: float = math.inf  # when it is to be judged next whether it is lost
 
     @property
     def id(self) -> LeaseId:
@@ -67,14 +72,17 @@ class OpenLease:
         """What its duration grows with: sequences of data, else one."""
         return float(self.message.num_sequences or sum(s.stop - s.start for s in self.message.spans) or 1)
 
-    def seen(self, progress: pb.Progress, now: float) -> None:
-        """The worker says how far it is."""
+    def seen(self, progress: pb.Progress, now: float) -> bool:
+        """The worker says how far it is; True where its work began or ended, so that its deadline is another."""
         if self.claims.is_progress(progress.activity, progress.step):
             self.progress_at = now
         if progress.activity == "training" and not self.started_at:
             self.started_at = now
+            return True
         if progress.activity == "uploading" and self.started_at and not self.worked_until:
             self.worked_until = now
+            return True
+        return False
 
     def answer(self, outcome: Outcome) -> None:
         if not self.outcome.done():
@@ -83,15 +91,54 @@ class OpenLease:
 
 @dataclass
 class LeaseBook:
-    """Every open lease, by id and by worker."""
+    """Every open lease, by id, by worker, and by when it is to be looked at. `add` and `close` change `open`."""
 
     open: dict[LeaseId, OpenLease] = field(default_factory=dict[LeaseId, OpenLease])
+    sooner: asyncio.Event = field(default_factory=asyncio.Event)  # a look is due before `planned`
+    planned: float = -math.inf
+    closed: Callable[[OpenLease], None] = lambda _: None  # hears what is open no longer
+    _by_worker: dict[WorkerId, dict[LeaseId, OpenLease]] = field(
+        default_factory=dict[WorkerId, dict[LeaseId, OpenLease]]
+    )
+    _looks: list[tuple[float, int, OpenLease]] = field(default_factory=list[tuple[float, int, OpenLease]])
+    _num_added: int = 0
+    _num_looks: int = 0
 
     def add(self, lease: OpenLease) -> None:
+        self._num_added += 1
+        lease.number = self._num_added
         self.open[lease.id] = lease
+        self._by_worker.setdefault(lease.worker, {})[lease.id] = lease
 
     def of(self, worker: WorkerId) -> list[OpenLease]:
-        return [lease for lease in self.open.values() if lease.worker == worker]
+        return list(self._by_worker.get(worker, {}).values())
+
+    def look(self, lease: OpenLease, at: float) -> None:
+        """Have it looked at from that time on, and no earlier."""
+        lease.look_at = at
+        if at < math.inf:
+            self._num_looks += 1
+            heapq.heappush(self._looks, (at, self._num_looks, lease))
+            if at < self.planned:
+                self.sooner.set()
+
+    def first_look(self) -> float:
+        """When the next look is due; inf for never."""
+        while self._looks and not self._is_due_then(*self._looks[0]):
+            heapq.heappop(self._looks)
+        return self._looks[0][0] if self._looks else math.inf
+
+    def due(self, now: float) -> list[OpenLease]:
+        """Those to look at now, in the order in which they were opened."""
+        found: dict[int, OpenLease] = {}
+        while self._looks and self._looks[0][0] <= now:
+            at, number, lease = heapq.heappop(self._looks)
+            if self._is_due_then(at, number, lease):
+                found[lease.number] = lease
+        return [found[number] for number in sorted(found)]
+
+    def _is_due_then(self, at: float, _: int, lease: OpenLease) -> bool:
+        return lease.look_at == at and self.open.get(lease.id) is lease
 
     def forgive(self, paused_s: float) -> None:
         """As `Roster.forgive`."""
@@ -103,7 +150,11 @@ class LeaseBook:
 
     def close(self, lease: OpenLease, outcome: Outcome) -> None:
         self.open.pop(lease.id, None)
+        held = self._by_worker.get(lease.worker)
+        if held is not None and held.pop(lease.id, None) is not None and not held:
+            del self._by_worker[lease.worker]
         lease.answer(outcome)
+        self.closed(lease)
 
 
 def loss(
@@ -132,6 +183,28 @@ def loss(
         stuck_s, at = now - lease.progress_at, lease.claims.activity or "not started"
         return f"{member.id} has made no progress for {stuck_s:.0f} s ({at})"
     return overdue(lease, member, now) if config.deadlines and not is_alone else ""
+
+
+def may_be_lost_at(lease: OpenLease, member: Member | None, config: FleetConfig) -> float:
+    """The earliest time at which `loss` can find a reason if nothing is heard until then; -inf for at once."""
+    if member is None:
+        return lease.issued_at + restart_grace * config.reconnect_s
+    if member.quarantined or member.leaving:
+        return -math.inf
+    if not member.connected:
+        return member.away_since + config.reconnect_s
+    silent_at = heard_until(member, config)
+    if lease.message.kind == "session":
+        return silent_at
+    stuck_at = lease.progress_at + config.no_progress_s
+    late_at = math.inf
+    if config.deadlines and lease.started_at:
+        limit_s = deadline_s(member.seconds_per_unit.get(lease.message.task, []), lease.units)
+        if limit_s is not None:
+            late_at = lease.started_at + limit_s
+        if lease.worked_until:
+            late_at = -math.inf if lease.worked_until > late_at else math.inf
+    return min(silent_at, stuck_at, late_at)
 
 
 def is_stuck(lease: OpenLease, now: float, config: FleetConfig) -> bool:

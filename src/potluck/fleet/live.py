@@ -11,7 +11,6 @@ import asyncio
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -23,25 +22,25 @@ from potluck.fleet.claims import claims_of
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.data import DataPlane
 from potluck.fleet.encoding import UpEncoding
-from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, is_stuck, loss, overdue, wire_attempt
+from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, wire_attempt
 from potluck.fleet.paces import PACES, Paces, read_paces
 from potluck.fleet.publisher import Publisher
-from potluck.fleet.reduction import check_reduction, reduce_replies
+from potluck.fleet.reduction import Updates, check_reduction
 from potluck.fleet.roster import LeaseId, Roster, decide
+from potluck.fleet.watch import Watch, tick_s
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
 from potluck.strategies.fleet import Op, Reduction, Replies, Reply, WorkerInfo
 from potluck.strategies.run import RunFacts
-from potluck.strategies.task import BoundTask, encode_arguments, handles
+from potluck.strategies.task import BoundTask, EncodedArguments, encode_arguments, handles
 from potluck.types.errors import RoundFailed, RunStopped
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Params
 from potluck.types.profile import DeviceProfile
 
 max_task_failures = 3
-tick_s = 0.5
 
 
 class LiveFleet:
@@ -54,8 +53,9 @@ class LiveFleet:
         ledger: Ledger,
         objects: ObjectStore,
         params: ParamStore,
+        publisher: Publisher,
+        updates: Updates,
         data: DataPlane,
-        scratch: Path,
         clock: Clock,
         lanes: Lanes,
     ) -> None:
@@ -63,20 +63,21 @@ class LiveFleet:
         self.objects, self.params, self.data = objects, params, data
         self._clock, self._lanes = clock, lanes
         self.encoding = UpEncoding(run, roster, lanes.compute)
-        self.publisher = Publisher(run, params, objects, scratch, lanes.compute)
+        self.publisher, self.updates = publisher, updates
         self.book = LeaseBook()
+        self.watching = Watch(roster, self.book, config, clock, lose=self._lose)
         self.floating = Attempt(round=FLOATING)
         self._now = Attempt()
         self.operands: dict[LeaseId, tuple[Tensor, ...]] = {}  # inline tensors of open leases
         self._inline: dict[str, Mapping[str, Tensor]] = {}  # inline tensors of replies, by key
         self.versions: dict[str, str] = {}  # the committed pinned state of each worker
         self.paces = Paces(run, roster)
+        self.watching.late = lambda lease, s: self.paces.observe(lease.worker, s, lease.message.num_sequences)
         self.overflowed: set[WorkerId] = set()  # to whom a loss or gradient of this attempt was not finite
         self._num_outputs = 0
         self.phase = "starting"
         self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of work that was given up
         self.waits: Callable[[str], None] = lambda _reason: None  # hears what `ready` waits for
-        self.held_back: Callable[[WorkerId], bool] = lambda _worker: False  # its bytes wait here, for a limit of rates
         self.combined: Callable[[Report, list[WorkerId]], None] = lambda _report, _workers: None
 
     @property
@@ -123,8 +124,7 @@ class LiveFleet:
 
     def held_versions(self, worker: WorkerId) -> list[str]:
         """Pinned states that a worker must keep, since their round may still be committed."""
-        rows = [*self._now.replies.values(), *self.floating.replies.values()]
-        return [row.version for row in rows if row.worker == worker and row.version]
+        return [*self._now.versions_of(worker), *self.floating.versions_of(worker)]
 
     def settle_data(self, *, committed: bool) -> Any:
         """Data of accepted replies counts as consumed, all other data of the attempt goes back to be dealt.
@@ -163,7 +163,7 @@ class LiveFleet:
         if committed:
             for key, row in self._now.consumed.items():
                 self.floating.leases.pop(key, None)
-                self.floating.replies.pop(key, None)
+                self.floating.drop_reply(key)
                 if row.version:
                     self.versions[row.worker] = row.version
         self._inline.clear()
@@ -176,33 +176,13 @@ class LiveFleet:
     # What hosts call
 
     async def watch(self) -> None:
-        """Give up, once a tick, what will not be answered any more. Runs as long as the fleet."""
-        while True:
-            asleep_at = self._clock.now()
-            await self._clock.sleep(tick_s)
-            now = self._clock.now()
-            if (paused_s := now - asleep_at - tick_s) > tick_s:
-                self.roster.forgive(paused_s)
-                self.book.forgive(paused_s)
-            self.roster.release(now)
-            here = [self.roster.members[info.id] for info in self.roster.here(now)]
-            worked_on = {x.message.round for x in self.book.open.values() if self.roster.members.get(x.worker) in here}
-            for lease in list(self.book.open.values()):
-                if lease.id not in self.book.open:
-                    continue  # it was answered while another one's loss was written down
-                if self.held_back(lease.worker):
-                    lease.progress_at = now
-                member = self.roster.members.get(lease.worker)
-                others_work = lease.message.round in worked_on
-                if reason := loss(lease, member, now, self.config, is_alone=len(here) == 1, others_work=others_work):
-                    if member is not None and overdue(lease, member, now):
-                        member.forget(lease.message.task)  # its past predicts it no longer
-                        self.paces.observe(member.id, now - lease.started_at, lease.message.num_sequences)
-                    if member in here and is_stuck(lease, now, self.config):
-                        self.roster.failed(member, reason, now)  # else every round would wait for it
-                    self._give_up(lease, reason)
-                    self.lost(lease.worker, reason)
-                    await self._log_loss(lease, reason)
+        """Give up what will not be answered any more. Runs as long as the fleet."""
+        await self.watching.run()
+
+    async def _lose(self, lease: OpenLease, reason: str) -> None:
+        self._give_up(lease, reason)
+        self.lost(lease.worker, reason)
+        await self._log_loss(lease, reason)
 
     async def _log_loss(self, lease: OpenLease, reason: str) -> None:
         message = lease.message
@@ -245,7 +225,7 @@ class LiveFleet:
             self._give_up(lease, "another worker was first")
             return False
         if is_present:
-            holder.replies[row.key] = row
+            holder.add_reply(row)
         if inline:
             self._inline[row.key] = inline
         self.book.close(lease, row)
@@ -294,6 +274,8 @@ class LiveFleet:
             if said != (said := (names, sum(bool(m.quarantined) for m in self.roster.members.values()))):
                 self.waits(self.phase)
             await self._wait_a_little()
+            while self.roster.num_connected < num_workers and self._clock.now() - now < tick_s:
+                await self._wait_a_little()  # each of a thousand who come is no reason to look at all of them
 
     async def _wait_a_little(self) -> None:
         try:
@@ -431,13 +413,13 @@ class LiveFleet:
 
     async def _offer_to_idle(self, offer: Callable[[WorkerInfo], BoundTask | None]) -> None:
         fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
+        stem = f"#{self._now.round}.{self._now.attempt}."
+        num_before = sum(stem in key for key in self.floating.leases)
         for worker in self.roster.here(self._clock.now()):
             bound = None if self.book.of(worker.id) else offer(worker)
             if bound is not None:
                 # Never a key again that a commit has freed: a late report of the old result would answer the new task.
-                stem = f"#{self._now.round}.{self._now.attempt}."
-                number = len(fresh) + sum(stem in key for key in self.floating.leases)
-                fresh.append((worker.id, bound, f"{worker.id}{stem}{number}", 0))
+                fresh.append((worker.id, bound, f"{worker.id}{stem}{num_before + len(fresh)}", 0))
         await self._publish(bound for _, bound, _, _ in fresh)
         await self._issue(self.floating, fresh, expects=None)
 
@@ -489,7 +471,7 @@ class LiveFleet:
         )
         if row.key not in self.floating.replies:
             await self._lanes.ledger.run(self.ledger.reply, FLOATING, 0, row, lease.issue)
-            self.floating.replies[row.key] = row
+            self.floating.add_reply(row)
             self.roster.signal()
 
     async def close(self, key: str) -> None:
@@ -517,8 +499,8 @@ class LiveFleet:
         return f"r{self._now.round}-a{self._now.attempt}-{self._num_outputs}-{what}"
 
     async def _reduce(self, rows: Sequence[ReplyRow], reduction: Reduction) -> Params:
-        name, paths = self._output_name(reduction.name), [self.objects.path(Digest(row.object)) for row in rows]
-        combined = await self._lanes.compute.run(reduce_replies, self.params, rows, paths, reduction, self._run, name)
+        name = self._output_name(reduction.name)
+        combined = await self._lanes.compute.run(self.updates.reduce, rows, reduction, name)
         self.combined(combined.report, [WorkerId(row.worker) for row in rows])
         return combined.params
 
@@ -543,10 +525,13 @@ class LiveFleet:
         if not work:
             return []
         rows: list[LeaseRow] = []
+        arguments, encoded, value, deltas = None, EncodedArguments(value={}, objects=(), inline=()), "", []
         units = {worker: float(bound.num_sequences or 1) for worker, bound, _, _ in work}
         specs = await self.encoding.specs(work[0][1].task, units) if expects else {}
         for worker, bound, key, issue in work:
-            encoded = encode_arguments(bound.arguments, self.publisher.digests)
+            if bound.arguments is not arguments:  # most often all get the same
+                arguments, encoded = bound.arguments, encode_arguments(bound.arguments, self.publisher.digests)
+                value, deltas = json.dumps(encoded.value), self.publisher.deltas_to(encoded.objects)
             spans = self.data.deal(worker, bound.num_sequences) if bound.num_sequences else []
             if bound.held_out_part >= 0:
                 spans = self.data.held_out(bound.held_out_part)
@@ -558,14 +543,14 @@ class LiveFleet:
                 round=holder.round,
                 task=bound.task,
                 kind=bound.kind,
-                arguments_json=json.dumps(encoded.value),
+                arguments_json=value,
                 objects=list(dict.fromkeys([*encoded.objects, *self.data.objects(spans)])),
                 spans=spans,
                 base_version=self.versions.get(worker, "") if pinned else "",
                 next_version=f"r{holder.round}-a{attempt}-{key.replace('/', '.')}" if pinned else "",
                 num_inline=len(encoded.inline),
                 up_codec=specs.get(worker, self._run.up_codec),
-                deltas=self.publisher.deltas_to(encoded.objects),
+                deltas=deltas,
                 held_out=bound.held_out_part >= 0,
                 num_sequences=bound.num_sequences,
             )
@@ -598,5 +583,6 @@ class LiveFleet:
             lease.expects, lease.claimed = expects, True
             return lease
         self.book.add(lease)
+        self.watching.look(lease)
         self.notify(lease.worker)
         return lease

@@ -1,4 +1,4 @@
-"""From accepted replies to one vector, by the run's rule of aggregation."""
+"""Updates: checked when they come, and made one vector when a round closes, by the run's rule of aggregation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,30 @@ from pathlib import Path
 
 from potluck.aggregation.combine import Combined, accepted, combine, defer_mean
 from potluck.aggregation.config import AggregationConfig
+from potluck.aggregation.validate import check_update
 from potluck.storage.ledger import ReplyRow
+from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
 from potluck.strategies.fleet import Reduction
 from potluck.strategies.run import RunFacts
 from potluck.types.errors import RecipeError
-from potluck.types.ids import WorkerId
+from potluck.types.ids import Digest, WorkerId
+
+
+class Updates:
+    """The values of a run's updates, which lie among its objects. All methods block."""
+
+    def __init__(self, run: RunFacts, params: ParamStore, objects: ObjectStore) -> None:
+        self._run, self._params, self._objects = run, params, objects
+
+    def check(self, object: Digest, name: str, max_norm: float) -> None:
+        """InvalidUpdate, with the reason, if the vector `name` of this object must not be used."""
+        check_update(self._objects.path(object), name, self._run.layout, max_norm=max_norm)
+
+    def reduce(self, rows: Sequence[ReplyRow], reduction: Reduction, name: str) -> Combined:
+        """The reduction of the replies as the vector `name`."""
+        paths = [self._objects.path(Digest(row.object)) for row in rows]
+        return reduce_replies(self._params, rows, paths, reduction, self._run, name)
 
 
 def check_reduction(reduction: Reduction, rule: AggregationConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class Member:
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # something new to tell it
     data_changed: asyncio.Event = field(default_factory=asyncio.Event)  # new operands to send it
     connection: int = 0  # which of its connections is the current one
+    is_vouched_for: bool = False  # its network would know if it fell silent: while connected it counts as heard
     note: str = ""
     noted_at: float = -math.inf
 
@@ -85,10 +86,16 @@ def absence(member: Member, now: float, config: FleetConfig) -> str:
     if not member.connected:
         away_s = now - member.away_since
         return f"{member.id} has been away for {away_s:.0f} s" if away_s >= config.reconnect_s else ""
-    silent_s = now - member.last_seen
-    if silent_s > missed_heartbeats * max(member.heartbeat_s, config.heartbeat_s):
-        return f"{member.id} has not been heard for {silent_s:.0f} s"
+    if now > heard_until(member, config):
+        return f"{member.id} has not been heard for {now - member.last_seen:.0f} s"
     return ""
+
+
+def heard_until(member: Member, config: FleetConfig) -> float:
+    """How long a connected worker counts as here if nothing more is heard of it."""
+    if member.is_vouched_for:
+        return math.inf
+    return member.last_seen + missed_heartbeats * max(member.heartbeat_s, config.heartbeat_s)
 
 
 def decide(members: Iterable[Member], now: float, config: FleetConfig) -> tuple[tuple[WorkerInfo, ...], str]:
@@ -111,6 +118,9 @@ class Roster:
     def __init__(self, config: FleetConfig) -> None:
         self.config = config
         self.members: dict[WorkerId, Member] = {}
+        self.disturbed: Callable[[Member], None] = lambda _member: None  # hears who came, went or may get no more work
+        self.free_at = math.inf  # no quarantine ends before
+        self.vouches_for_new = False  # the network knows how its workers are: a modelled one does
         self._changed = asyncio.Event()
         self._num_connected = 0
 
@@ -118,7 +128,7 @@ class Roster:
         """A worker said hello: new, or back under its old name with its record kept."""
         member = self.members.get(id)
         if member is None:
-            member = self.members[id] = Member(id=id, profile=profile)
+            member = self.members[id] = Member(id=id, profile=profile, is_vouched_for=self.vouches_for_new)
         member.profile = profile
         member.leaving = False
         if member.quarantined and member.failing:  # started again: its owner may have mended it
@@ -134,8 +144,15 @@ class Roster:
         member.heartbeat_s = member.told_heartbeat_s = self.config.heartbeat_s
         member.leaving = False
         member.last_seen = now
+        self.disturbed(member)
         self.signal()
         return member.connection
+
+    def leave(self, member: Member) -> None:
+        """It said that it goes."""
+        member.leaving = True
+        self.disturbed(member)
+        self.signal()
 
     def heard(self, member: Member) -> None:
         """It has read what it was last told, and is told again once the fleet has grown or shrunk much."""
@@ -159,6 +176,7 @@ class Roster:
             member.connected = False
             member.away_since = now
             member.progress = None
+            self.disturbed(member)
             self.signal()
 
     def failed(self, member: Member, reason: str, now: float) -> None:
@@ -185,9 +203,14 @@ class Roster:
             member.quarantined = f"{member.strikes} {what} in a row, the last: {reason}"
             member.free_at = now + self.config.quarantine_s * 2**member.num_quarantines
             member.num_quarantines += 1
+            self.free_at = min(self.free_at, member.free_at)
+            self.disturbed(member)
 
     def release(self, now: float) -> None:
         """End the quarantines that are over. One more strike and the worker is back in it."""
+        if now < self.free_at:
+            return
+        self.free_at = min((m.free_at for m in self.members.values() if m.free_at > now), default=math.inf)
         for member in self.members.values():
             if member.quarantined and now >= member.free_at:
                 self._release(member, strikes=self.config.quarantine_after - 1)
@@ -202,6 +225,10 @@ class Roster:
     def _release(self, member: Member, *, strikes: int) -> None:
         member.quarantined, member.strikes, member.free_at = "", strikes, math.inf
         member.changed.set()
+
+    @property
+    def num_connected(self) -> int:
+        return self._num_connected
 
     def here(self, now: float) -> tuple[WorkerInfo, ...]:
         return decide(self.members.values(), now, self.config)[0]

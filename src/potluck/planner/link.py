@@ -89,21 +89,30 @@ class LinkMeter:
         self._up: deque[Transfer] = deque(maxlen=window)
         self._down: deque[Transfer] = deque(maxlen=window)
         self._rtts_s: deque[float] = deque(maxlen=window)
+        self._rates: LinkRates | None = None  # of all that is remembered
 
     def sent(self, num_bytes: int, seconds: float) -> None:
         """Bytes that are safe at the coordinator, `seconds` after the worker began to ask."""
         self._up.append(Transfer(num_bytes=num_bytes, seconds=seconds))
+        self._rates = None
 
     def received(self, num_bytes: int, seconds: float) -> None:
         self._down.append(Transfer(num_bytes=num_bytes, seconds=seconds))
+        self._rates = None
 
     def answered(self, seconds: float) -> None:
         """The other side's first word came so long after it was asked: at least a round trip."""
         self._rtts_s.append(seconds)
+        self._rates = None
 
     @property
     def rates(self) -> LinkRates:
         """What is known now. The round trip is the shortest answer seen, since load only adds to it."""
+        if self._rates is None:
+            self._rates = self._fit()
+        return self._rates
+
+    def _fit(self) -> LinkRates:
         rtt_s = min(self._rtts_s, default=0.0)
         up, down = fit_link(self._up, rtt_s=rtt_s), fit_link(self._down, rtt_s=rtt_s)
         return LinkRates(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,11 @@ class Database:
         """Run one statement; how many rows it changed. Outside of `transaction` it is one by itself."""
         with self._lock, self._translated():
             return self._connection.execute(statement, values).rowcount
+
+    def execute_many(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+        """Run one statement for each row of values. Only within `transaction`, whose block they belong to."""
+        with self._lock, self._translated():
+            self._connection.executemany(statement, rows)
 
     def query(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         with self._lock, self._translated():

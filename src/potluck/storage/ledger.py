@@ -141,17 +141,19 @@ class Ledger:
             )
             for name, value in row.metrics.items():
                 self.metric(row.round + 1, name, value)
-            for reply in row.accepted:
-                if reply.version:
-                    self._db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?)", (reply.worker, reply.version))
-                tokens = int(reply.scalars.get("num_tokens", 0))
-                self._db.execute(
-                    "INSERT INTO contributions VALUES (?, ?, 1, 0, 0) ON CONFLICT (worker) DO UPDATE SET "
-                    "tokens = tokens + excluded.tokens, rounds = rounds + 1",
-                    (reply.worker, tokens),
+            self._db.execute_many(
+                "INSERT OR REPLACE INTO versions VALUES (?, ?)",
+                [(r.worker, r.version) for r in row.accepted if r.version],
+            )
+            self._db.execute_many(
+                "INSERT INTO contributions VALUES (?, ?, 1, 0, 0) ON CONFLICT (worker) DO UPDATE SET "
+                "tokens = tokens + excluded.tokens, rounds = rounds + 1",
+                [(r.worker, int(r.scalars.get("num_tokens", 0))) for r in row.accepted],
+            )
+            for table in ("leases", "replies"):  # work beyond rounds is done once a commit used it
+                self._db.execute_many(
+                    f"DELETE FROM {table} WHERE round > ? AND key = ?", [(row.round, r.key) for r in row.accepted]
                 )
-                for table in ("leases", "replies"):  # work beyond rounds is done once a commit used it
-                    self._db.execute(f"DELETE FROM {table} WHERE round > ? AND key = ?", (row.round, reply.key))
             self._put_deal(row.deal)
             # What older rounds needed for replay is covered by this commit.
             for table in ("decisions", "leases", "replies"):
@@ -228,11 +230,10 @@ class Ledger:
     def issue(self, round: int, attempt: int, leases: Iterable[LeaseRow], deal: Any) -> None:
         """Leases and the deal of the data that they hold, at once."""
         with self._db.transaction():
-            for row in leases:
-                self._db.execute(
-                    "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (round, attempt, row.key, row.issue, row.worker, row.lease, row.status, row.reason),
-                )
+            self._db.execute_many(
+                "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [(round, attempt, x.key, x.issue, x.worker, x.lease, x.status, x.reason) for x in leases],
+            )
             self._put_deal(deal)
 
     def settle(
@@ -293,12 +294,14 @@ class Ledger:
         """Seconds for a training sequence in the last tasks of each worker."""
         return {str(w): json.loads(seconds) for w, seconds in self._db.query("SELECT worker, seconds FROM paces")}
 
-    def add_traffic(self, worker: str, up: int, down: int) -> None:
-        self._db.execute(
-            "INSERT INTO contributions VALUES (?, 0, 0, ?, ?) ON CONFLICT (worker) DO UPDATE SET "
-            "bytes_up = bytes_up + excluded.bytes_up, bytes_down = bytes_down + excluded.bytes_down",
-            (worker, up, down),
-        )
+    def add_traffic(self, moved: Mapping[str, tuple[int, int]]) -> None:
+        """Bytes up and down by worker."""
+        with self._db.transaction():
+            self._db.execute_many(
+                "INSERT INTO contributions VALUES (?, 0, 0, ?, ?) ON CONFLICT (worker) DO UPDATE SET "
+                "bytes_up = bytes_up + excluded.bytes_up, bytes_down = bytes_down + excluded.bytes_down",
+                [(worker, up, down) for worker, (up, down) in moved.items()],
+            )
 
     def contributions(self) -> list[dict[str, Any]]:
         rows = self._db.query("SELECT worker, tokens, rounds, bytes_up, bytes_down FROM contributions ORDER BY worker")

@@ -388,14 +388,14 @@ class MemoryNetwork:
         self.clock = clock
         self.partitioned: set[WorkerId] = set()
         self.refused: dict[WorkerId, str] = {}
-        self._connections: dict[MemoryConnection, None] = {}
+        self._connections: dict[WorkerId, dict[MemoryConnection, None]] = {}
         self._traffic: dict[WorkerId, Traffic] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     async def connect(self, service: Service, peer: Peer, link: Link | None = None) -> MemoryConnection:
         """A connection of `peer` to the service; like a real one it fails at its first use, not here."""
         connection = MemoryConnection(self, service, peer, link or Link())
-        self._connections[connection] = None
+        self._connections.setdefault(peer.id, {})[connection] = None
         return connection
 
     def traffic(self, worker: WorkerId) -> Traffic:
@@ -404,9 +404,8 @@ class MemoryNetwork:
 
     def cut(self, worker: WorkerId) -> None:
         """Break the worker's links once; it may connect again."""
-        for connection in list(self._connections):
-            if connection.peer.id == worker:
-                connection.cut()
+        for connection in list(self._connections.get(worker, {})):
+            connection.cut()
 
     def partition(self, worker: WorkerId) -> None:
         """Break the worker's links until `heal`."""
@@ -419,9 +418,8 @@ class MemoryNetwork:
     def refuse(self, worker: WorkerId, sentence: str = "") -> None:
         """The member is removed: its streams end and what it tries is answered with NotAdmitted."""
         self.refused[worker] = sentence or f"{worker} is not a member of this run any more"
-        for connection in list(self._connections):
-            if connection.peer.id == worker:
-                connection.cut(NotAdmitted(self.refused[worker]))
+        for connection in list(self._connections.get(worker, {})):
+            connection.cut(NotAdmitted(self.refused[worker]))
 
     def admit(self, worker: WorkerId) -> None:
         """Undo `refuse`."""
@@ -435,11 +433,14 @@ class MemoryNetwork:
         return task
 
     def forget(self, connection: MemoryConnection) -> None:
-        self._connections.pop(connection, None)
+        held = self._connections.get(connection.peer.id, {})
+        held.pop(connection, None)
+        if not held:
+            self._connections.pop(connection.peer.id, None)
 
     async def close(self) -> None:
         """End everything at once."""
-        for connection in list(self._connections):
+        for connection in [c for held in list(self._connections.values()) for c in held]:
             await connection.close()
         tasks = list(self._tasks)
         for task in tasks:

@@ -82,9 +82,8 @@ class _Gate:
             self._let_through()
             raise
 
-    def holds_back(self, worker: WorkerId) -> bool:
-        queue = self._queues.get(worker)
-        return queue is not None and bool(queue.waiting)
+    def held_back(self) -> set[WorkerId]:
+        return {worker for worker, queue in self._queues.items() if queue.waiting}
 
     def _let_through(self) -> None:
         """Everybody whose time has come, least served first; then a timer for the next."""
@@ -140,9 +139,9 @@ class Pacer:
         self._gates["up"].set_rates(limits.up, limits.up_per_worker)
         self._gates["down"].set_rates(limits.down, limits.down_per_worker)
 
-    def holds_back(self, worker: WorkerId) -> bool:
-        """Whether something of this worker's waits for its turn."""
-        return any(gate.holds_back(worker) for gate in self._gates.values())
+    def held_back(self) -> set[WorkerId]:
+        """Of whom something waits for its turn."""
+        return self._gates["up"].held_back() | self._gates["down"].held_back()
 
     async def take(self, worker: WorkerId, way: Way, num_bytes: int) -> None:
         """Wait until so many bytes of this worker may pass."""

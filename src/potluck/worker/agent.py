@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from potluck.clock import Clock
 from potluck.planner.link import differ
@@ -35,6 +36,12 @@ least_sleep_s = 10.0
 """A gap in the worker's time from which on the machine is taken to have slept: its connection is not believed then."""
 
 
+@lru_cache(maxsize=4)
+def _read_spec(run_json: str) -> RunSpec:
+    """The same text is not read again at every connection. ValueError."""
+    return RunSpec.model_validate_json(run_json)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Introduction:
     """How the worker introduces itself."""
@@ -54,7 +61,7 @@ class Agent:
     def __init__(
         self, introduction: Introduction, *, connect: Callable[[], Awaitable[Connection]],
         equip: Callable[[RunSpec, Link], Awaitable[Runner]], clock: Clock, told: Callable[[str], None],
-        patience_s: float = 60.0,
+        patience_s: float = 60.0, link: Link | None = None, least_heartbeat_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.introduction = introduction
         self._connect, self._equip, self._clock, self._told = connect, equip, clock, told
@@ -62,11 +69,12 @@ class Agent:
         self._random = random.Random(introduction.id)
         self._leaving = asyncio.Event()
         self._note = ""
-        self.link = Link(clock)
+        self.link = link or Link(clock)
         self.runner: Runner | None = None
         self.spec: RunSpec | None = None
         self._reconnect = asyncio.Event()
         self._heartbeat_s = 0.0  # as the coordinator last said; 0 for as the run's description says
+        self._least_heartbeat_s = least_heartbeat_s  # where the network itself knows that this worker is well
         self.ended = ""  # why the run ended, as the coordinator said it
 
     async def work(self) -> None:
@@ -149,7 +157,7 @@ class Agent:
             check_version(reply.version, who="the coordinator")
             if len(reply.run_json) > MAX_RUN_JSON_BYTES:
                 raise Refused("the coordinator's description of the run is too long to be true")
-            spec = RunSpec.model_validate_json(reply.run_json)
+            spec = _read_spec(reply.run_json)
         except ValueError as error:
             raise Refused(
                 f"the coordinator's description of the run cannot be read: {printable(str(error), 500)}"
@@ -237,7 +245,8 @@ class Agent:
             if self._leaving.is_set():
                 await self._clock.sleep(0.2)  # let the message out before the stream closes
                 return
-            heartbeat_s, waits_from = self._heartbeat_s or self.spec.heartbeat_s, self._clock.now()
+            heartbeat_s = max(self._heartbeat_s or self.spec.heartbeat_s, self._least_heartbeat_s)
+            waits_from = self._clock.now()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(heartbeat_s):
                     await runner.changed.wait()

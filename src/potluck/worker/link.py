@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from potluck.clock import Clock, Executor
 from potluck.planner.link import LinkMeter
@@ -21,11 +21,25 @@ from potluck.types.ids import Digest
 T = TypeVar("T")
 
 
+class Mover(Protocol):
+    """Moves whole objects over a connection: `transport.objects`, or a model of it. Errors as there."""
+
+    async def fetch(
+        self, connection: Connection, digest: Digest, store: ObjectStore, executor: Executor,
+        on_progress: objects.Progress | None = None,
+    ) -> Path: ...  # fmt: skip
+
+    async def push(
+        self, connection: Connection, digest: Digest, path: Path, purpose: str, executor: Executor,
+        on_progress: objects.Progress | None = None,
+    ) -> None: ...  # fmt: skip
+
+
 class Link:
     """Hands out the connection of the moment; whoever meets a broken one waits for the next."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, mover: Mover = objects) -> None:
+        self._clock, self._mover = clock, mover
         self.meter = LinkMeter()
         self._connection: Connection | None = None
         self._up = asyncio.Event()
@@ -59,7 +73,7 @@ class Link:
 
         async def once(connection: Connection) -> None:
             timed = _Timed(self._clock, on_progress)
-            await objects.fetch(connection, digest, store, executor, timed.moved)
+            await self._mover.fetch(connection, digest, store, executor, timed.moved)
             timed.end(self.meter.received, self.meter)
 
         await self.retry(once)
@@ -70,7 +84,7 @@ class Link:
     ) -> None:  # fmt: skip
         """Bring a file to the coordinator over this connection. Errors as in `objects.push`."""
         timed = _Timed(self._clock, on_progress)
-        await objects.push(connection, digest, path, purpose, executor, timed.moved)
+        await self._mover.push(connection, digest, path, purpose, executor, timed.moved)
         timed.end(self.meter.sent, self.meter)
 
 
