@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import flat_size
@@ -61,7 +62,13 @@ class Claims:
 def claims_of(lease: pb.Lease, objects: ObjectStore, layout: Layout) -> Claims:
     """As much progress as this lease can have: its sequences, and the bytes of its inputs and its result."""
     num_sequences = lease.num_sequences or sum(span.stop - span.start for span in lease.spans)
-    whole = flat_size("params", layout, codec("fp32"))
+    whole = _whole_bytes(layout)
     inputs = (Digest(d) for d in (*lease.objects, *(delta.delta for delta in lease.deltas)))
     num_bytes = sum(objects.size(d) if objects.has(d) else whole for d in inputs)
     return Claims(most_steps=num_sequences or math.inf, most_bytes=num_bytes + whole)
+
+
+@lru_cache(maxsize=8)
+def _whole_bytes(layout: Layout) -> int:
+    """The model's, once for all leases."""
+    return flat_size("params", layout, codec("fp32"))
