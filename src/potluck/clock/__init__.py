@@ -107,15 +107,14 @@ class VirtualClock:
 
 
 class InlineExecutor:
-    """Runs at once and then charges `cost_s` (or `cost(fn)`) of virtual time."""
+    """Charges `cost_s` (or `cost(fn)`) of virtual time and then runs: nothing is there before its time is over."""
 
     def __init__(self, cost: Callable[[Callable[..., Any]], float] | None = None) -> None:
         self._cost = cost
 
     async def run(self, fn: Callable[..., T], *args: Any, cost_s: float = 0.0) -> T:
-        result = fn(*args)
         await asyncio.sleep(cost_s or (self._cost(fn) if self._cost else 0.0))
-        return result
+        return fn(*args)
 
     def close(self) -> None:
         pass

@@ -41,6 +41,8 @@ class Problem:
     inner: InnerConfig = field(default_factory=lambda: InnerConfig(lr=3e-3, batch_size=4, warmup=0.1, weight_decay=0.1))
     fleet: FleetConfig = field(default_factory=lambda: FleetConfig(no_progress_s=60.0))
     validate: bool = True
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validating: ValidationConfig = field(default_factory=lambda: ValidationConfig(every_rounds=0))
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     up_codec: str = "fp32"
     down_codec: str = "fp32"
@@ -151,6 +153,6 @@ class Problem:
         )  # fmt: skip
         return Plan(
             spec=spec, strategy=strategy, layout=layout, initial=flat.params, budget=Budget(rounds=self.num_rounds),
-            fleet=self.fleet, checkpoint=CheckpointConfig(), validation=ValidationConfig(every_rounds=0),
+            fleet=self.fleet, checkpoint=self.checkpoint, validation=self.validating,
             aggregation=self.aggregation, up_codec=self.up_codec, down_codec=self.down_codec,
         )  # fmt: skip

@@ -33,6 +33,10 @@ class Deck:
         """Parts of the validation data; with private data every worker has one of its own."""
         return 1 if self._private else len(self._held_out)
 
+    @property
+    def num_shards(self) -> int:
+        return len(self._dealer.shards) if self._dealer else 0
+
     def deal(self, worker: WorkerId, num_sequences: int) -> list[pb.Span]:
         if self._dealer is None:
             return []

@@ -26,9 +26,17 @@ class Network(Protocol):
         """Break every stream of a worker, as a pulled cable does."""
         ...
 
-    async def close(self) -> None:
-        """The coordinator is gone, without a word."""
+    def partition(self, id: WorkerId) -> None:
+        """Break a worker's streams, and refuse it new ones until `heal`."""
         ...
+
+    def heal(self, id: WorkerId) -> None: ...
+
+    def fail(self) -> None:
+        """The coordinator is gone, without a word; from anywhere, at once. `close` then takes the rest away."""
+        ...
+
+    async def close(self) -> None: ...
 
     def traffic(self, id: WorkerId) -> Traffic: ...
 
@@ -39,7 +47,7 @@ class Modelled:
     def __init__(self, clock: Clock) -> None:
         self._network = MemoryNetwork(clock)
         self._service: Service | None = None
-        self._known: set[WorkerId] = set()
+        self._known: dict[WorkerId, None] = {}
 
     async def open(self, service: Service) -> None:
         self._service = service
@@ -47,16 +55,25 @@ class Modelled:
     async def connect(self, peer: Peer, link: Link) -> Connection:
         if self._service is None:
             raise ConnectionLost("the coordinator is down")
-        self._known.add(peer.id)
+        self._known[peer.id] = None
         return await self._network.connect(self._service, peer, link)
 
     def cut(self, id: WorkerId) -> None:
         self._network.cut(id)
 
-    async def close(self) -> None:
+    def partition(self, id: WorkerId) -> None:
+        self._network.partition(id)
+
+    def heal(self, id: WorkerId) -> None:
+        self._network.heal(id)
+
+    def fail(self) -> None:
         self._service = None
         for id in self._known:
             self._network.cut(id)
+
+    async def close(self) -> None:
+        self.fail()
 
     def traffic(self, id: WorkerId) -> Traffic:
         return self._network.traffic(id)
@@ -81,6 +98,15 @@ class Sockets:
     def cut(self, id: WorkerId) -> None:
         if self._server is not None:
             self._server.drop(id, ConnectionLost("the link was cut"))
+
+    def partition(self, id: WorkerId) -> None:
+        raise NotImplementedError("real sockets are cut, not kept cut: use a proxy")
+
+    def heal(self, id: WorkerId) -> None:
+        raise NotImplementedError("nothing was cut for longer")
+
+    def fail(self) -> None:
+        pass  # a real socket takes a moment to close
 
     async def close(self) -> None:
         if self._server is not None:

@@ -2,13 +2,15 @@
 
 On a `VirtualLoop` it is a simulation: links take modelled time, compute is charged `cost_s`, and the same seed gives
 the same trace. On a real loop it is a run in one process. A crash ends a host without a goodbye: its stream is cut,
-its memory is gone and its folder stays as it was.
+its memory is gone and its disk stays as it was.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,11 +22,12 @@ from potluck.coordinator.loop import train
 from potluck.coordinator.service import CoordinatorService
 from potluck.protocol import pb
 from potluck.protocol.frames import CHUNK_HEADER_BYTES, unpack_chunk
+from potluck.simulator.lives import Fate, Life, LifeExecutor
 from potluck.simulator.networks import Modelled, Network
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import RunSpec
 from potluck.strategies.state import State
-from potluck.transport.connection import Channel, Connection, Peer, Traffic
+from potluck.transport.connection import Channel, Connection, Peer, Service, Traffic
 from potluck.transport.memory import Link as NetworkLink
 from potluck.types.errors import CorruptError
 from potluck.types.ids import WorkerId
@@ -44,13 +47,17 @@ class Host:
     id: WorkerId
     link: NetworkLink
     cost_s: Callable[[pb.Lease], float]
+    life: Life | None = None
     task: asyncio.Task[None] | None = None
     agent: Agent | None = None
     notes: list[str] = field(default_factory=list[str])
 
 
 class World:
-    """`plan` and `deck` describe the run; everything is kept under `folder`, one folder a machine."""
+    """`plan` and `deck` describe the run; everything is kept under `folder`, one folder a machine.
+
+    `fate` hears of every point where a machine's process could be interrupted (see `lives.Fate`).
+    """
 
     def __init__(
         self,
@@ -61,23 +68,32 @@ class World:
         clock: Clock,
         make_executor: Callable[[], Executor],
         network: Network | None = None,
+        fate: Fate | None = None,
     ) -> None:
         self.plan, self._make_deck, self.folder = plan, make_deck, folder
         self.clock, self._make_executor = clock, make_executor
         self.network = network or Modelled(clock)
+        self.fate = fate
         self._executors: list[Executor] = []
+        self._lives: dict[str, int] = {}  # how many a machine has had
+        self._disks: dict[str, Path] = {}  # where the disk of a machine is now
         self.hosts: dict[WorkerId, Host] = {}
         self.events: list[Event] = []
+        self.on_event: Callable[[Event], None] = lambda _: None
+        self.slowness: dict[str, float] = {}  # how many times longer a machine's work takes
+        self.life: Life | None = None  # the coordinator's
         self.run: Coordinator | None = None
         self.last: Coordinator | None = None  # also after the end
         self.object_bytes_up: dict[str, int] = {}  # chunks of objects of the model's size, by worker
         self.object_bytes_down: dict[str, int] = {}
-        self._training: asyncio.Task[State] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self.training: asyncio.Task[State] | None = None
+        self.booting: asyncio.Task[None] | None = None
+        self.jumps_s: dict[str, float] = {}  # by which the wall clock of a machine is off
+        self.context = copy_context()  # of nobody's process
 
     @property
     def training_is_over(self) -> bool:
-        return self._training is not None and self._training.done()
+        return self.training is not None and self.training.done()
 
     @property
     def trace(self) -> list[tuple[float, str]]:
@@ -87,37 +103,53 @@ class World:
     # The coordinator
 
     async def start(self) -> None:
-        """Start the coordinator, or start it again from what its folder holds."""
-        home = self.folder / "coordinator"
-        home.mkdir(parents=True, exist_ok=True)
-        objects = ObjectStore(home / "objects")
-        self.run = await Coordinator.open(
-            self.plan, home, deck=self._make_deck(objects), objects=objects, clock=self.clock,
-            lanes=Lanes.one(self._executor()),
-            on_event=self.events.append,
+        """Start the coordinator, or start it again from what its disk holds."""
+        self.life = life = self._begin("coordinator")
+        self.booting = life.spawn(self._boot(life))
+        await asyncio.wait([self.booting])
+        if life.alive:
+            self.booting.result()
+
+    def restart(self) -> None:
+        """Start the coordinator again, from anywhere."""
+        asyncio.get_running_loop().create_task(self.start(), context=self.context)
+
+    async def _boot(self, life: Life) -> None:
+        executor = self._executor(life)
+        objects = await executor.run(ObjectStore, life.folder / "objects")
+        deck = await executor.run(self._make_deck, objects)
+        run = await Coordinator.open(
+            self.plan, life.folder, deck=deck, objects=objects, clock=MachineClock(self, life.machine), lanes=Lanes.one(executor),
+            on_event=lambda event: self._heard(life, event),
         )  # fmt: skip
-        self.last = self.run
-        self.run.traffic = self.traffic
-        await self.network.open(CoordinatorService(self.run))
-        self._watching = asyncio.create_task(self.run.fleet.watch())
-        self._training = asyncio.create_task(train(self.run))
+        self.run = self.last = run
+        run.traffic = self.traffic
+        service: Service = CoordinatorService(run)
+        await self.network.open(service if self.fate is None else FatedService(service, life))
+        life.spawn(run.fleet.watch())
+        self.training = life.spawn(train(run))
+
+    def _heard(self, life: Life, event: Event) -> None:
+        if life.alive:
+            self.events.append(event)
+            self.on_event(event)
 
     def traffic(self, worker: str) -> Traffic:
         return self.network.traffic(WorkerId(worker))
 
     async def finish(self) -> State:
         """Wait for the run's end, let everyone go and give the last state."""
-        assert self._training is not None and self.run is not None
+        assert self.training is not None and self.run is not None
         try:
-            while not self._training.done() and self.run.failure is None:
+            while not self.training.done() and self.run.failure is None:
                 await asyncio.wait(
-                    [self._training, change := asyncio.ensure_future(self.run.roster.change())],
+                    [self.training, change := asyncio.ensure_future(self.run.roster.change())],
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 change.cancel()
             if self.run.failure is not None:
                 raise self.run.failure
-            state = self._training.result()
+            state = self.training.result()
         finally:
             self.run.stop(finished)
             await self.clock.sleep(0.1)
@@ -126,32 +158,52 @@ class World:
 
     async def crash_coordinator(self) -> None:
         """As under kill -9: nothing is said and nothing more is written."""
-        assert self.run is not None
-        for task in (self._training, self._watching):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        life = self.life
+        assert life is not None
+        self.kill_coordinator()
+        await life.gone()
         await self.network.close()
-        await self.run.intake.close()
-        self.run.ledger.close()
+
+    def kill_coordinator(self, *, keeps_disk: bool = True) -> None:
+        """The same at once, from wherever in the coordinator this is called."""
+        self._end(self.life, keeps_disk=keeps_disk)
+        self.network.fail()
         self.run = None
 
     async def shut_down(self) -> None:
         for id in list(self.hosts):
             await self.crash(id)
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
         await self.network.close()
-        if self.run is not None:
+        if self.run is not None and self.life is not None:
+            self.life.fate = None
             await self.run.close()
+            self.life.end()
+            await self.life.gone()
         for executor in self._executors:
             executor.close()
 
-    def _executor(self) -> Executor:
+    # Machines
+
+    def _begin(self, machine: str) -> Life:
+        disk = self._disks.setdefault(machine, self.folder / machine)
+        disk.mkdir(parents=True, exist_ok=True)
+        self._lives[machine] = self._lives.get(machine, 0) + 1
+        return Life(machine, disk, fate=self.fate)
+
+    def _end(self, life: Life | None, *, keeps_disk: bool) -> None:
+        """The process is gone; the machine's next one finds the disk as it is now, or an empty one."""
+        if life is None or not life.alive:
+            return
+        new = self.folder / f"{life.machine}.{self._lives[life.machine]}"
+        if keeps_disk:
+            copy_disk(life.folder, new)
+        self._disks[life.machine] = new
+        life.end()
+
+    def _executor(self, life: Life) -> Executor:
         executor = self._make_executor()
         self._executors.append(executor)
-        return executor
+        return LifeExecutor(life, executor, lambda: self.slowness.get(life.machine, 1.0))
 
     # Workers
 
@@ -169,55 +221,131 @@ class World:
 
     def switch_on(self, id: WorkerId) -> None:
         host = self.hosts[id]
+        life, clock = self._begin(id), MachineClock(self, id)
+        host.life = life
 
         async def connect() -> Connection:
-            return Tap(await self.network.connect(Peer(id=id), host.link), self, id)
+            return Tap(await self.network.connect(Peer(id=id), host.link), self, life, id)
 
         async def equipped(spec: RunSpec, link: Link) -> Runner:
-            assert host.agent is not None
             return await equip(
-                spec, link, folder=self.folder / id, device="cpu", clock=self.clock, compute=self._executor(),
-                files=self._executor(), note=host.agent.note, cost_s=host.cost_s,
+                spec, link, folder=life.folder, device="cpu", clock=clock, compute=self._executor(life),
+                files=self._executor(life), note=agent.note, cost_s=host.cost_s,
             )  # fmt: skip
 
-        host.agent = Agent(
+        agent = host.agent = Agent(
             Introduction(id=id, profile=DeviceProfile(device="cpu")), connect=connect, equip=equipped,
-            clock=self.clock, told=host.notes.append,
+            clock=clock, told=host.notes.append,
         )  # fmt: skip
-        host.task = asyncio.create_task(host.agent.work())
+        host.task = life.spawn(agent.work())
 
     async def crash(self, name: str) -> None:
-        """A worker dies without a word; its folder stays."""
+        """A worker dies without a word; its disk stays. Raises what it had ended with by itself."""
         host = self.hosts[WorkerId(name)]
-        if host.task is not None:
-            host.task.cancel()
-            results = await asyncio.gather(host.task, return_exceptions=True)
-            errors = [r for r in results if isinstance(r, Exception)]
-            host.task = None
-            if errors:
-                raise errors[0]
+        life, task = host.life, host.task
+        self.kill(name)
+        if life is not None:
+            await life.gone()
+        if task is not None and task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+    def kill(self, name: str, *, keeps_disk: bool = True) -> None:
+        """The same at once, from wherever in the worker this is called."""
+        host = self.hosts[WorkerId(name)]
+        self._end(host.life, keeps_disk=keeps_disk)
+        host.life = host.task = host.agent = None
         self.network.cut(host.id)
 
 
-class Tap:
-    """A connection that counts the bytes of objects: chunks up, and chunks down that are not training data."""
+class MachineClock:
+    """A machine's: the world's time, and a wall clock that may be wrong."""
 
-    def __init__(self, inner: Connection, world: World, id: WorkerId) -> None:
-        self._inner, self._world, self._id = inner, world, id
+    def __init__(self, world: World, machine: str) -> None:
+        self._world, self._machine = world, machine
+
+    def now(self) -> float:
+        return self._world.clock.now()
+
+    def time(self) -> float:
+        return self._world.clock.time() + self._world.jumps_s.get(self._machine, 0.0)
+
+    async def sleep(self, seconds: float) -> None:
+        await self._world.clock.sleep(seconds)
+
+
+def copy_disk(old: Path, new: Path) -> None:
+    """As it is at this moment. What SQLite shares in memory is not on the disk."""
+    shutil.copytree(old, new, ignore=shutil.ignore_patterns("*-shm"), symlinks=True)
+
+
+class Tap:
+    """A worker's connection: ends with its process, and counts the bytes of objects.
+
+    Counted are chunks up, and chunks down that are not training data.
+    """
+
+    def __init__(self, inner: Connection, world: World, life: Life, id: WorkerId) -> None:
+        self._inner, self._world, self._life, self._id = inner, world, life, id
 
     @property
     def traffic(self) -> Traffic:
         return self._inner.traffic
 
     async def call(self, method: str, request: bytes, *, timeout_s: float = 30.0) -> bytes:
-        return await self._inner.call(method, request, timeout_s=timeout_s)
+        self._life.check()
+        await self._life.point()
+        reply = await self._inner.call(method, request, timeout_s=timeout_s)
+        await self._life.point()
+        return reply
 
     async def open(self, method: str) -> Channel:
-        channel = await self._inner.open(method)
+        self._life.check()
+        channel: Channel = FatedChannel(await self._inner.open(method), self._life, method)
         return TappedChannel(channel, self._world, self._id) if method in ("GetObject", "PutObject") else channel
 
     async def close(self) -> None:
         await self._inner.close()
+
+
+class FatedChannel:
+    """One end of a stream, as a process holds it."""
+
+    def __init__(self, inner: Channel, life: Life, method: str) -> None:
+        self._inner, self._life, self._method = inner, life, method
+
+    async def send(self, message: bytes) -> None:
+        self._life.check()
+        await self._life.point()
+        for each in self._life.sends(self._method, message):
+            await self._inner.send(each)
+
+    async def receive(self) -> bytes | None:
+        self._life.check()
+        message = await self._inner.receive()
+        await self._life.point()
+        return message
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class FatedService:
+    """The coordinator's service: what it does belongs to the coordinator's process."""
+
+    def __init__(self, inner: Service, life: Life) -> None:
+        self._inner, self._life = inner, life
+
+    async def call(self, peer: Peer, method: str, request: bytes) -> bytes:
+        return await self._life.spawn(self._call(peer, method, request))
+
+    async def _call(self, peer: Peer, method: str, request: bytes) -> bytes:
+        await self._life.point()
+        reply = await self._inner.call(peer, method, request)
+        await self._life.point()
+        return reply
+
+    async def open(self, peer: Peer, method: str, channel: Channel) -> None:
+        await self._life.spawn(self._inner.open(peer, method, FatedChannel(channel, self._life, method)))
 
 
 class TappedChannel:
@@ -229,8 +357,8 @@ class TappedChannel:
     async def send(self, message: bytes) -> None:
         if self._first:  # GetObject or ObjectInfo
             self._first = False
-            assert self._world.run is not None
-            self._counts_down = pb.GetObject.FromString(message).digest not in self._world.run.deck.digests()
+            run = self._world.run
+            self._counts_down = run is None or pb.GetObject.FromString(message).digest not in run.deck.digests()
         else:
             counts = self._world.object_bytes_up
             counts[self._id] = counts.get(self._id, 0) + len(message) - CHUNK_HEADER_BYTES

@@ -310,6 +310,10 @@ class Ledger:
             for w, t, r, u, d in rows
         ]
 
+    def audit(self, query: str) -> list[tuple[Any, ...]]:
+        """Any SELECT, for those who look at a run from outside."""
+        return self._db.query(query)
+
     # Metrics
 
     def metric(self, round: int, name: str, value: float) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -391,6 +392,7 @@ class MemoryNetwork:
         self._connections: dict[WorkerId, dict[MemoryConnection, None]] = {}
         self._traffic: dict[WorkerId, Traffic] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._context = copy_context()  # what is spawned is nobody's who happens to send the first message
 
     async def connect(self, service: Service, peer: Peer, link: Link | None = None) -> MemoryConnection:
         """A connection of `peer` to the service; like a real one it fails at its first use, not here."""
@@ -427,7 +429,7 @@ class MemoryNetwork:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a part of the service; the network holds the task until it ends."""
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(work, context=self._context)
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
         return task
