@@ -44,7 +44,7 @@ def test_a_checkpoint_in_the_middle_of_a_round_loses_no_data_and_counts_none_twi
         assert (epoch["consumed"], epoch["outstanding"]) == (80, 40)
         await world.run.checkpoint(world.run.state)
         await world.crash_coordinator()
-        for file in (tmp_path / "coordinator" / "params").glob("r*.f32"):
+        for file in (world.disk("coordinator") / "params").glob("r*.f32"):
             file.unlink()
         await world.clock.sleep(1.0)
         await world.start()

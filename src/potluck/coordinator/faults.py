@@ -46,7 +46,8 @@ def sentence(error: ValidationError, section: str, known: Sequence[str]) -> str:
     faults = error.errors(include_url=False)
     # Of a union's members the one that got furthest into the value knows best what is wrong.
     inside = [fault for fault in faults if _key(section, fault).startswith(_key(section, faults[0]) + "[")]
-    first = (inside or faults)[0]
+    unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]  # rather than the key it stands for
+    first = (inside or unknown or faults)[0]
     key, value = _key(section, first), _shown(first["input"])
     if first["type"] == "extra_forbidden":
         near = nearest(key, known)

@@ -13,9 +13,14 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from potluck.aggregation.config import AggregationConfig
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
@@ -124,8 +129,78 @@ def play_seed(
     """Play one seed to its end in a scratch folder; with other `faults` than its own where they are given."""
     case = case_of(seed, only=only, kinds=kinds)
     play = _Play(case, case.faults if faults is None else tuple(faults))
-    with tempfile.TemporaryDirectory(prefix="potluck-fuzz-") as folder, _at_most(most_real_s):
-        return run_virtual(play.run(Path(folder)))
+    verdict = play.run()
+    if verdict.outcome == "finished" and verdict.struck and all(f.kind != "wiped" for f in verdict.struck):
+        calm = _Play(case, ())
+        if not calm.run().is_good:
+            return replace(verdict, outcome="violated", detail="the run without faults does not finish")
+        if (differs := play.differs(calm)) is not None:
+            return replace(verdict, outcome="violated", detail=differs)
+    return verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fuzzed:
+    """What many seeds came to."""
+
+    num_seeds: int
+    outcomes: dict[str, int]
+    struck: dict[str, int]  # faults by kind and by where
+    virtual_s: float
+    violated: tuple[Verdict, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "seeds": self.num_seeds,
+            "outcomes": self.outcomes,
+            "faults": self.struck,
+            "virtual_hours": round(self.virtual_s / 3600.0, 2),
+            "violations": [{"seed": v.seed, "violation": v.detail} for v in self.violated],
+        }
+
+
+def fuzz(
+    seeds: Sequence[int], *, num_jobs: int = 1, told: Callable[[int, int], None] = lambda _done, _bad: None,
+    until_first: bool = True,
+) -> Fuzzed:  # fmt: skip
+    """Play every seed, in so many processes; up to the first violation unless `until_first` is off."""
+    verdicts: list[Verdict] = []
+    bad = 0
+    for verdict in _verdicts(seeds, num_jobs):
+        verdicts.append(verdict)
+        bad += not verdict.is_good
+        told(len(verdicts), bad)
+        if bad and until_first:
+            break
+    return Fuzzed(
+        num_seeds=len(verdicts),
+        outcomes=dict(sorted(Counter(v.outcome for v in verdicts).items())),
+        struck=dict(sorted(kinds_struck(verdicts).items())),
+        virtual_s=sum(v.virtual_s for v in verdicts),
+        violated=tuple(v for v in verdicts if not v.is_good),
+    )
+
+
+def _verdicts(seeds: Sequence[int], num_jobs: int) -> Iterator[Verdict]:
+    if num_jobs == 1:
+        yield from map(play_seed, seeds)
+        return
+    with ProcessPoolExecutor(num_jobs, mp_context=get_context("spawn"), initializer=_in_one_thread) as pool:
+        try:
+            yield from pool.map(play_seed, seeds, chunksize=4)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_one_thread() -> None:
+    """So small products gain nothing from a second one."""
+    torch.set_num_threads(1)
+
+
+def kinds_struck(verdicts: Sequence[Verdict]) -> Counter[str]:
+    return Counter(
+        f"{f.kind} {'coordinator' if f.machine == coordinator else 'worker'}" for v in verdicts for f in v.struck
+    )
 
 
 class _Play:
@@ -137,7 +212,21 @@ class _Play:
         self.chaos = Chaos(faults, self._history.append)
         self._violation = ""
 
-    async def run(self, folder: Path) -> Verdict:
+    def run(self) -> Verdict:
+        with tempfile.TemporaryDirectory(prefix="potluck-fuzz-") as folder, _at_most(most_real_s):
+            return run_virtual(self._run(Path(folder)))
+
+    def differs(self, calm: _Play) -> str | None:
+        """How this run's end differs from that of another one in which the same work counted."""
+        if self.witness.counted != calm.witness.counted:
+            return None
+        for name, values in calm.witness.values.items():
+            if not torch.equal(values, got := self.witness.values[name]):
+                difference = (values - got).abs().max().item()
+                return f"the same work counted as without faults, and {name} differs by {difference:.2e} at the end"
+        return None
+
+    async def _run(self, folder: Path) -> Verdict:
         own_tasks(asyncio.get_running_loop())
         case, problem = self.case, self._problem()
         plan = problem.plan(self._strategy())
@@ -297,7 +386,3 @@ def _at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def kinds_struck(verdicts: Sequence[Verdict]) -> Counter[str]:
-    return Counter(f"{f.kind} {'coordinator' if f.machine == coordinator else 'worker'}" for v in verdicts for f in v.struck)

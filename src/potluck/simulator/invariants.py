@@ -6,10 +6,11 @@
 4. no sequence is trained twice or skipped within an epoch: the deal agrees with what was committed
 5. a restart lands on the last commit, with the very parameters
 6. files stay bounded: objects, parameter files
-7. the tokens of the state, of the ledger's contributions and of the data are one number
+7. a run in which the same updates counted, made of the same data, ends with the very parameters of the calm one: so
+   inner optimizers, error feedback and data positions came through every crash
+8. the tokens of the state, of the ledger's contributions and of the data are one number
 
-Error feedback is pinned state (worker/feedback.py), so 1 covers it where the worker keeps its disk: what it holds under
-an adopted version is what the committed update left over.
+A worker that lost its disk lost its inner optimizer too, so 7 does not speak of it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,13 @@ class Witness:
         self._state: State | None = None  # of the last commit that was seen
         self._values: dict[str, Tensor] = {}  # its vectors by the names of its handles
         self._trained: list[set[Position]] = []  # by round
-        self._accepted: set[tuple[int, str]] = set()
+        self.counted: list[dict[str, tuple[Position, ...]]] = []  # by round: what counted, and the data it was made of
         self.num_commits = 0
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The vectors of the last committed state."""
+        return self._values
 
     def start(self, run: Coordinator) -> None:
         """At the run's first start: before any commit."""
@@ -116,6 +122,7 @@ class Witness:
 
     def _check_data(self, run: Coordinator, round: int, attempt: int, rows: Mapping[str, ReplyRow]) -> None:
         trained: set[Position] = set()
+        counted: dict[str, tuple[Position, ...]] = {}
         before: set[Position] = set().union(*self._trained)
         for lease in run.ledger.leases(round, attempt):
             row = rows.get(lease.key)
@@ -128,9 +135,11 @@ class Witness:
             if twice := [p for p in own if p in before or p in trained]:
                 raise Violated(f"{lease.key} of round {round} trained {twice[0]} a second time")
             trained.update(own)
+            counted[lease.key] = tuple(own)
         if sum(int(row.scalars["num_tokens"]) for row in rows.values()) != len(trained) * self._seq_len:
             raise Violated(f"round {round} counts tokens without data")
         self._trained.append(trained)
+        self.counted.append(counted)
 
     def _recompute(self, run: Coordinator, attempt: int, rows: Mapping[str, ReplyRow], proposed: State) -> None:
         assert self._state is not None

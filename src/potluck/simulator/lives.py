@@ -97,13 +97,14 @@ class LifeExecutor:
         self._life, self._inner, self._slowness = life, inner, slowness
 
     async def run(self, fn: Callable[..., T], *args: Any, cost_s: float = 0.0) -> T:
-        def work() -> T:
+        def watched(*args: Any) -> T:
             with watched_files(self._life):
                 return fn(*args)
 
         await self._life.point()
+        work = fn if self._life.fate is None else watched
         try:
-            result = await self._inner.run(work, cost_s=cost_s * self._slowness())
+            result = await self._inner.run(work, *args, cost_s=cost_s * self._slowness())
         except Killed:
             await self._life.point()
             raise  # not reached

@@ -104,15 +104,16 @@ class World:
 
     async def start(self) -> None:
         """Start the coordinator, or start it again from what its disk holds."""
+        booting = self.restart()
+        await asyncio.wait([booting])
+        if not booting.cancelled():
+            booting.result()
+
+    def restart(self) -> asyncio.Task[None]:
+        """Begin to start it, from anywhere."""
         self.life = life = self._begin("coordinator")
         self.booting = life.spawn(self._boot(life))
-        await asyncio.wait([self.booting])
-        if life.alive:
-            self.booting.result()
-
-    def restart(self) -> None:
-        """Start the coordinator again, from anywhere."""
-        asyncio.get_running_loop().create_task(self.start(), context=self.context)
+        return self.booting
 
     async def _boot(self, life: Life) -> None:
         executor = self._executor(life)
@@ -184,8 +185,12 @@ class World:
 
     # Machines
 
+    def disk(self, machine: str) -> Path:
+        """Where its files are: another folder after each crash."""
+        return self._disks.get(machine, self.folder / machine)
+
     def _begin(self, machine: str) -> Life:
-        disk = self._disks.setdefault(machine, self.folder / machine)
+        disk = self._disks[machine] = self.disk(machine)
         disk.mkdir(parents=True, exist_ok=True)
         self._lives[machine] = self._lives.get(machine, 0) + 1
         return Life(machine, disk, fate=self.fate)

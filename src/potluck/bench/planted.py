@@ -1,0 +1,124 @@
+"""Whether the simulator finds bugs: ten faults planted in a copy of the package, and the seeds until each is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import potluck
+from potluck.types.errors import PotluckError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plant:
+    """One bug: in `file`, `right` becomes `wrong`."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+
+
+plants = (
+    Plant(
+        name="a commit that is visible before it is written",
+        file="coordinator/core.py",
+        right="        await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())\n        self.fleet.end(committed=True)\n",
+        wrong="        self.fleet.end(committed=True)\n        self.state = proposed\n        self.tell('round', 'early', round=proposed.round, loss=0.0, workers=[], tokens=0, seconds=0.0)\n        await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())\n",
+    ),
+    Plant(
+        name="lost work whose data is not dealt again",
+        file="fleet/live.py",
+        right="self.data.settle(message.spans, consumed=key in accepted and accepted[key].worker == row.worker)",
+        wrong="self.data.settle(message.spans, consumed=True)",
+    ),
+    Plant(
+        name="an update that counts twice",
+        file="fleet/live.py",
+        right="        rows = [o for o in outcomes if isinstance(o, ReplyRow)]\n",
+        wrong="        rows = [o for o in outcomes if isinstance(o, ReplyRow)]\n        rows += rows[:1] if len(rows) > 2 else []\n",
+    ),
+    Plant(
+        name="open leases that a restarted coordinator forgets",
+        file="fleet/live.py",
+        right='                if row.status == "open" and row.key not in self._now.replies:\n                    self._attach(row, attempt=attempt, expects=None).claimed = False\n',
+        wrong='                pass\n',
+    ),
+    Plant(
+        name="a reply that is told before it is logged",
+        file="fleet/live.py",
+        right='        is_first = bool(inline) or await self._lanes.ledger.run(\n            self.ledger.reply, message.round, lease.attempt, row, lease.issue\n        )\n',
+        wrong="        is_first = True\n",
+    ),
+    Plant(
+        name="a deal that is not written with the leases it made",
+        file="storage/ledger.py",
+        right='                    (round, attempt, row.key, row.issue, row.worker, row.lease, row.status, row.reason),\n                )\n            self._put_deal(deal)\n',
+        wrong='                    (round, attempt, row.key, row.issue, row.worker, row.lease, row.status, row.reason),\n                )\n',
+    ),
+    Plant(
+        name="leases of lost workers that are never given up",
+        file="fleet/leases.py",
+        right="    if gone := absence(member, now, config):\n        return gone\n",
+        wrong="",
+    ),
+    Plant(
+        name="parameters that are removed while a restart may need them",
+        file="coordinator/core.py",
+        right="        handles = {*state.handles(), self.facts.initial, self.facts.zeros}\n",
+        wrong="        handles = {*state.handles()[:1], self.facts.initial, self.facts.zeros}\n",
+    ),
+    Plant(
+        name="a weight that counts speed twice",
+        file="aggregation/combine.py",
+        right="    factors = [weight / total * (1.0 if mean else total) for weight in weights]\n",
+        wrong="    factors = [weight / total * weight / total * (1.0 if mean else total) for weight in weights]\n",
+    ),
+    Plant(
+        name="a worker that adopts a state nobody committed",
+        file="worker/trainer.py",
+        right="            if self._in_memory != lease.base_version:\n",
+        wrong="            if self._in_memory is None:\n",
+    ),
+)
+
+
+def bench_planted(*, seeds: int = 2000, jobs: int = 2, told: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """For each planted fault the number of seeds until the first violation, 0 if none was found."""
+    figures: dict[str, Any] = {"seeds_at_most": seeds}
+    for plant in plants:
+        with tempfile.TemporaryDirectory(prefix="potluck-planted-") as name:
+            num_seeds, violation = _search(plant, Path(name), seeds, jobs)
+        key = re.sub(r"[^a-z]+", "_", plant.name.lower())
+        figures[f"{key}_found_after_seeds"], figures[f"{key}_as"] = num_seeds, violation
+        told(f"{plant.name}: {f'seed {num_seeds}: {violation}' if violation else 'not found'}")
+    return figures
+
+
+def _search(plant: Plant, folder: Path, seeds: int, jobs: int) -> tuple[int, str]:
+    copy = folder / "potluck"
+    shutil.copytree(Path(potluck.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    file = copy / plant.file
+    source = file.read_text(encoding="utf-8")
+    if source.count(plant.right) != 1:
+        raise PotluckError(f"{plant.file} has changed: the place of the planted fault {plant.name!r} is not there once")
+    file.write_text(source.replace(plant.right, plant.wrong), encoding="utf-8")
+    command = [sys.executable, "-m", "potluck", "simulate", "--fuzz", str(seeds), "--jobs", str(jobs), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=folder)
+    if done.returncode == 0:
+        json.loads(done.stdout.splitlines()[-1])
+        return 0, ""
+    match = re.search(r"potluck: seed (\d+) violates an invariant: (.*?); replay it", done.stderr, re.DOTALL)
+    if match is None:
+        raise PotluckError(f"the search for {plant.name!r} ended with: {done.stderr[-2000:]}")
+    return int(match[1]) + 1, match[2][:200]
