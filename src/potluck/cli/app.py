@@ -350,6 +350,50 @@ def manifest(
     say(write_manifest(folder, out, tokenizer=tokenizer, token_type=token_type))
 
 
+@app.command()
+def simulate(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A .toml file, or a name from `potluck recipes`.")
+    ] = None,
+    fleet: Annotated[
+        str, typer.Option("--fleet", metavar="FLEET", help="A fleet file, or home, campus, hospitals or volunteers.")
+    ] = "home",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same run.")] = 0,
+    faults: Annotated[
+        float, typer.Option("--faults", min=0, max=100, help="Faults of each machine in an hour: it dies, hangs, slows.")
+    ] = 0.0,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="Where to write the timeline, as SVG.")
+    ] = None,
+    fuzz: Annotated[
+        int, typer.Option("--fuzz", min=0, metavar="N", help="Instead: N small runs under faults, from seed on.")
+    ] = 0,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, max=256, help="Processes for --fuzz.")] = 1,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="With --fuzz: on after a violation.")] = False,
+    as_json: Json = False,
+    overrides: Set = None,
+) -> None:
+    """Play a run on a virtual fleet, with faults if asked."""
+    from potluck.cli.quiet import quiet_libraries
+    from potluck.cli.simulating import report_text, run_fuzz, simulate_recipe
+
+    quiet_libraries()
+    if fuzz:
+        found = run_fuzz(fuzz, first_seed=seed, num_jobs=jobs, keep_going=keep_going)
+        if as_json:
+            put_json(found)
+        return
+    if recipe is None:
+        raise PotluckError("say which RECIPE to simulate, such as `potluck simulate stdlib-gpt`, or how many with --fuzz")
+    report = simulate_recipe(
+        recipe, fleet, seed=seed, faults_per_hour=faults, picture=picture, overrides=overrides or []
+    )
+    if as_json:
+        put_json(report)
+    else:
+        print(report_text(report), end="")
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,

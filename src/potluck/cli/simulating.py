@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from potluck.cli.units import format_bytes, format_count, format_seconds
+from potluck.coordinator.prepare import sketch
+from potluck.coordinator.recipe import load_recipe
+from potluck.simulator.fleet_files import load_fleet
 from potluck.simulator.fuzz import Verdict, fuzz
+from potluck.simulator.meta import CoordinatorMachine
+from potluck.simulator.picture import timeline_svg
+from potluck.simulator.scale import DeviceReport, ScaleReport, draw_faults, simulate_scale
+from potluck.storage.files import write_atomic
 from potluck.types.errors import PotluckError
 
 lines_shown = 40
@@ -39,3 +51,89 @@ def run_fuzz(num_seeds: int, *, first_seed: int, num_jobs: int, keep_going: bool
 def _story(verdict: Verdict) -> str:
     """The end of what happened, for people."""
     return "\n".join(verdict.history[-lines_shown:])
+
+
+def simulate_recipe(
+    recipe: str, fleet: str, *, seed: int, faults_per_hour: float, picture: Path | None, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Play a recipe on a fleet without its values: only time, bytes and energy. RecipeError."""
+    plan = sketch(load_recipe(recipe, list(overrides)))
+    machines = load_fleet(fleet)
+    begun = time.monotonic()
+    report = simulate_scale(
+        plan,
+        machines.devices,
+        seed=seed,
+        coordinator=CoordinatorMachine(
+            up_bytes_per_s=machines.coordinator_up_bytes_per_s, down_bytes_per_s=machines.coordinator_down_bytes_per_s
+        ),
+        faults=draw_faults(machines.devices, seed=seed, per_hour=faults_per_hour) if faults_per_hour else (),
+    )
+    title = f"{plan.spec.name} on {machines.name}: {report.num_rounds} rounds in {format_seconds(report.seconds)}"
+    if picture is not None:
+        write_atomic(picture, timeline_svg(report, title).encode())
+    return {"recipe": plan.spec.name, "fleet": machines.name, "seed": seed} | _figures(report, time.monotonic() - begun)
+
+
+def _figures(report: ScaleReport, real_s: float) -> dict[str, Any]:
+    classes: dict[str, list[DeviceReport]] = {}
+    for device in report.devices:
+        classes.setdefault(device.device, []).append(device)
+    return {
+        "seconds": round(report.seconds, 3),
+        "rounds": report.num_rounds,
+        "tokens": report.num_tokens,
+        "stopped": report.stopped,
+        "median_round_s": round(statistics.median(report.round_s), 3) if report.round_s else None,
+        "up_bytes": round(report.up_bytes),
+        "down_bytes": round(report.down_bytes),
+        "energy_kwh": None if report.energy_j is None else round(report.energy_j / 3.6e6, 4),
+        "tasks_lost": report.num_lost,
+        "too_small": list(report.unfit),
+        "real_s": round(real_s, 1),
+        "classes": {name: _class_figures(devices) for name, devices in classes.items()},
+        "devices": {d.id: _class_figures([d]) for d in report.devices},
+    }
+
+
+def _class_figures(devices: Sequence[DeviceReport]) -> dict[str, Any]:
+    """Of one class, or of one machine: means."""
+    energies = [d.energy_j for d in devices if d.energy_j is not None]
+    return {
+        "machines": len(devices),
+        "compute_share": round(statistics.fmean(d.utilisation for d in devices), 4),
+        "send_s": round(statistics.fmean(d.phases.send_s for d in devices), 1),
+        "receive_s": round(statistics.fmean(d.phases.receive_s for d in devices), 1),
+        "wait_s": round(statistics.fmean(d.phases.wait_s for d in devices), 1),
+        "rounds": round(statistics.fmean(d.num_rounds for d in devices), 2),
+        "tokens": sum(d.num_tokens for d in devices),
+        "up_bytes": round(statistics.fmean(d.up_bytes for d in devices)),
+        "down_bytes": round(statistics.fmean(d.down_bytes for d in devices)),
+        "energy_kwh": round(statistics.fmean(energies) / 3.6e6, 5) if len(energies) == len(devices) else None,
+    }
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    """For people: the run in two lines, then one for each class of machines."""
+    energy = f"{report['energy_kwh']:.3g} kWh" if report["energy_kwh"] else "energy not known"
+    lines = [
+        f"{report['recipe']} on {report['fleet']}: {report['rounds']} rounds, {format_count(report['tokens'])} tokens in "
+        f"{format_seconds(report['seconds'])}; simulated in {report['real_s']} s",
+        f"{format_bytes(report['up_bytes'])} up, {format_bytes(report['down_bytes'])} down, {energy}, "
+        f"{report['tasks_lost']} tasks lost",
+    ]
+    if report["stopped"]:
+        lines.append(f"stopped: {report['stopped']}")
+    if report["too_small"]:
+        lines.append(f"{len(report['too_small'])} machines have too little memory for this model and take no part")
+    names = ("class", "machines", "computing", "sending", "receiving", "waiting", "rounds", "up each", "down each")
+    rows = [names]
+    for name, each in report["classes"].items():
+        rows.append((
+            name, str(each["machines"]), f"{each['compute_share']:.0%}", format_seconds(each["send_s"]),
+            format_seconds(each["receive_s"]), format_seconds(each["wait_s"]), f"{each['rounds']:g}",
+            format_bytes(each["up_bytes"]), format_bytes(each["down_bytes"]),
+        ))  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines) + "\n"

@@ -27,6 +27,7 @@ from potluck.strategies.registry import strategy_type
 from potluck.strategies.run import RunSpec
 from potluck.types.errors import CorruptError, DataError, RecipeError
 from potluck.types.ids import Digest
+from potluck.types.params import Layout
 
 Tell = Callable[[str], None]
 
@@ -105,6 +106,28 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
     tokenizer_object = ""
     if tokenizer_dir is not None and recipe.data.access != "shared":
         tokenizer_object = objects.put(pack_tokenizer(tokenizer_dir))
+    plan = _plan(recipe, run_id, config, layout, tokenizer_object)
+    # Last: a start that failed, for a path misspelt, binds the folder to nothing.
+    frozen.save(run_dir, recipe.strategy.file)
+    stored = {"run_id": run_id, "recipe": recipe.to_json()}
+    write_atomic(run_dir / IDENTITY, json.dumps(stored, indent=2).encode())
+    return Prepared(
+        plan=plan, deck=frozen.deck(recipe), tokenizer_dir=tokenizer_dir, corpus_digest=frozen.corpus_digest,
+        facts=frozen.facts,
+    )  # fmt: skip
+
+
+def sketch(recipe: Recipe) -> Plan:
+    """The plan of a run that nobody starts: without its data, whose tokenizer is taken at the recipe's word."""
+    vocab_size = recipe.data.tokenizer.vocab_size if recipe.data.tokenizer.train else 0
+    model = recipe.model
+    if vocab_size and model.config is not None and "vocab_size" not in model.config:
+        model = model.model_copy(update={"config": {**model.config, "vocab_size": vocab_size}})
+    config = model_config(model, tokenizer_folder(model), seq_len=recipe.data.seq_len)
+    return _plan(recipe, recipe.name, config, layout_of(skeleton(config)), "")
+
+
+def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, tokenizer_object: str) -> Plan:
     file = recipe.strategy.file
     spec = RunSpec(
         run_id=run_id,
@@ -124,7 +147,7 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         snapshot_every_steps=recipe.fleet.snapshot_every_steps,
         up_rules=recipe.codec.up_rules,
     )
-    plan = Plan(
+    return Plan(
         spec=spec,
         strategy=strategy_type(recipe.strategy.name)(recipe.strategy.settings),
         layout=layout,
@@ -143,14 +166,6 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
         compression=recipe.compression,
         open_objects=(Digest(tokenizer_object),) if tokenizer_object else (),
     )
-    # Last: a start that failed, for a path misspelt, binds the folder to nothing.
-    frozen.save(run_dir, file)
-    stored = {"run_id": run_id, "recipe": recipe.to_json()}
-    write_atomic(run_dir / IDENTITY, json.dumps(stored, indent=2).encode())
-    return Prepared(
-        plan=plan, deck=frozen.deck(recipe), tokenizer_dir=tokenizer_dir, corpus_digest=frozen.corpus_digest,
-        facts=frozen.facts,
-    )  # fmt: skip
 
 
 def _made(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Path, tell: Tell) -> Frozen:
