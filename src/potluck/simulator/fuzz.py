@@ -279,7 +279,7 @@ class _Play:
             return
         try:
             if event.kind == "round":
-                self.witness.look(run)
+                self.witness.told(run, int(event.detail["round"]))
             else:
                 self.witness.glance(run)
         except Violated as error:

@@ -74,6 +74,12 @@ class Witness:
             if not torch.equal(run.params.read(handle), self._values[name]):
                 raise Violated(f"after the restart {name} of round {run.state.round} has other values")
 
+    def told(self, run: Coordinator, num_rounds: int) -> None:
+        """The run says that so many rounds are committed."""
+        self.look(run)
+        if self.num_commits != num_rounds:
+            raise Violated(f"{num_rounds} rounds are said to be committed and {self.num_commits} are written down")
+
     def look(self, run: Coordinator) -> None:
         """Check every commit since the last look, and the books."""
         rows = run.ledger.audit("SELECT round, attempt, state, accepted FROM commits ORDER BY round")
