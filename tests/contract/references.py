@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from potluck.contract.problem import Problem
 from potluck.optim.inner import learning_rate
+from potluck.simulator.problem import Problem
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -11,8 +11,8 @@ from contract import references
 from torch import Tensor
 
 from potluck.contract import checks
-from potluck.contract.problem import Problem
 from potluck.optim.inner import InnerConfig
+from potluck.simulator.problem import Problem
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig

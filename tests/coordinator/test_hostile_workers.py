@@ -17,11 +17,11 @@ from blake3 import blake3
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import write_flat
-from potluck.contract.problem import Problem
 from potluck.coordinator.service import MAX_TRANSFERS
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb, upload_purpose, version
 from potluck.protocol.frames import pack_chunk, pack_data
+from potluck.simulator.problem import Problem
 from potluck.simulator.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.transport.connection import Connection, Peer

@@ -12,10 +12,10 @@ import pytest
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract.checks import cost_s
-from potluck.contract.problem import Problem
 from potluck.coordinator.events import Event
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb
+from potluck.simulator.problem import Problem
 from potluck.simulator.world import World
 from potluck.storage.params import ParamStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig, DiLoCoState, inner

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from potluck.clock import InlineExecutor, Lanes, VirtualClock, run_virtual
-from potluck.contract.problem import Problem
 from potluck.coordinator.admin import Admin
 from potluck.coordinator.core import Coordinator
 from potluck.coordinator.events import Event
 from potluck.coordinator.service import CoordinatorService
 from potluck.coordinator.transfer import TransferConfig
 from potluck.protocol import pb
+from potluck.simulator.problem import Problem
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.transport import objects as transfers

@@ -14,9 +14,9 @@ from torch import Tensor
 from potluck.aggregation.config import AggregationConfig
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract import checks
-from potluck.contract.problem import Problem
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.reduction import check_reduction
+from potluck.simulator.problem import Problem
 from potluck.simulator.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.fleet import Fleet, Reduction, total, weighted_mean

@@ -14,10 +14,10 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from potluck.clock import InlineExecutor, SystemClock, ThreadExecutor, VirtualClock, run_virtual
-from potluck.contract.problem import Problem
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.live import LiveFleet
 from potluck.protocol import pb
+from potluck.simulator.problem import Problem
 from potluck.simulator.world import World
 from potluck.strategies.fleet import Fleet, Reply, WorkerInfo
 from potluck.strategies.run import RunFacts

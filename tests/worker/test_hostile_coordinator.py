@@ -13,10 +13,10 @@ import pytest
 
 import potluck.strategies.evaluation
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.contract.problem import Problem
 from potluck.protocol import pb, version
 from potluck.protocol.frames import pack_chunk
 from potluck.simulator.networks import Modelled
+from potluck.simulator.problem import Problem
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Channel, Connection, Peer

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.contract.problem import Problem
 from potluck.coordinator.status import snapshot
 from potluck.protocol import pb
+from potluck.simulator.problem import Problem
 from potluck.simulator.world import World
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig

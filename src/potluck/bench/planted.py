@@ -32,8 +32,16 @@ plants = (
     Plant(
         name="a commit that is visible before it is written",
         file="coordinator/core.py",
-        right="        await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())\n        self.fleet.end(committed=True)\n",
-        wrong="        self.fleet.end(committed=True)\n        self.state = proposed\n        self.tell('round', 'early', round=proposed.round, loss=0.0, workers=[], tokens=0, seconds=0.0)\n        await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())\n",
+        right="""\
+        await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())
+        self.fleet.end(committed=True)
+""",
+        wrong="""\
+        self.fleet.end(committed=True)
+        self.state = proposed
+        self.tell('round', 'early', round=proposed.round, loss=0.0, workers=[], tokens=0, seconds=0.0)
+        await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())
+""",
     ),
     Plant(
         name="lost work whose data is not dealt again",
@@ -44,50 +52,83 @@ plants = (
     Plant(
         name="an update that counts twice",
         file="fleet/live.py",
-        right="        rows = [o for o in outcomes if isinstance(o, ReplyRow)]\n",
-        wrong="        rows = [o for o in outcomes if isinstance(o, ReplyRow)]\n        rows += rows[:1] if len(rows) > 2 else []\n",
+        right="""\
+        rows = [o for o in outcomes if isinstance(o, ReplyRow)]
+""",
+        wrong="""\
+        rows = [o for o in outcomes if isinstance(o, ReplyRow)]
+        rows += rows[:1] if len(rows) > 2 else []
+""",
     ),
     Plant(
-        name="open leases that a restarted coordinator forgets",
+        name="lost pure work that is not handed out again",
         file="fleet/live.py",
-        right='                if row.status == "open" and row.key not in self._now.replies:\n                    self._attach(row, attempt=attempt, expects=None).claimed = False\n',
-        wrong='                pass\n',
+        right="""\
+        untouched = [k for k in missing if not running.get(k)]
+""",
+        wrong="""\
+        untouched = [k for k in missing if k not in running]
+""",
     ),
     Plant(
         name="a reply that is told before it is logged",
         file="fleet/live.py",
-        right='        is_first = bool(inline) or await self._lanes.ledger.run(\n            self.ledger.reply, message.round, lease.attempt, row, lease.issue\n        )\n',
-        wrong="        is_first = True\n",
+        right="""\
+        is_first = bool(inline) or await self._lanes.ledger.run(
+            self.ledger.reply, message.round, lease.attempt, row, lease.issue
+        )
+""",
+        wrong="""\
+        is_first = True
+""",
     ),
     Plant(
         name="a deal that is not written with the leases it made",
         file="storage/ledger.py",
-        right='                    (round, attempt, row.key, row.issue, row.worker, row.lease, row.status, row.reason),\n                )\n            self._put_deal(deal)\n',
-        wrong='                    (round, attempt, row.key, row.issue, row.worker, row.lease, row.status, row.reason),\n                )\n',
+        right="""\
+                    (round, attempt, row.key, row.issue, row.worker, row.lease, row.status, row.reason),
+                )
+            self._put_deal(deal)
+""",
+        wrong="""\
+                    (round, attempt, row.key, row.issue, row.worker, row.lease, row.status, row.reason),
+                )
+""",
     ),
     Plant(
         name="leases of lost workers that are never given up",
         file="fleet/leases.py",
-        right="    if gone := absence(member, now, config):\n        return gone\n",
+        right="""\
+    if gone := absence(member, now, config):
+        return gone
+""",
         wrong="",
     ),
     Plant(
         name="parameters that are removed while a restart may need them",
         file="coordinator/core.py",
-        right="        handles = {*state.handles(), self.facts.initial, self.facts.zeros}\n",
-        wrong="        handles = {*state.handles()[:1], self.facts.initial, self.facts.zeros}\n",
+        right="""\
+        handles = {*state.handles(), self.facts.initial, self.facts.zeros}
+""",
+        wrong="""\
+        handles = {*state.handles()[:1], self.facts.initial, self.facts.zeros}
+""",
     ),
     Plant(
         name="a weight that counts speed twice",
         file="aggregation/combine.py",
-        right="    factors = [weight / total * (1.0 if mean else total) for weight in weights]\n",
-        wrong="    factors = [weight / total * weight / total * (1.0 if mean else total) for weight in weights]\n",
+        right="""\
+    factors = [weight / total * (1.0 if mean else total) for weight in weights]
+""",
+        wrong="""\
+    factors = [weight / total * weight / total * (1.0 if mean else total) for weight in weights]
+""",
     ),
     Plant(
-        name="a worker that adopts a state nobody committed",
+        name="an inner optimizer that a restart forgets",
         file="worker/trainer.py",
-        right="            if self._in_memory != lease.base_version:\n",
-        wrong="            if self._in_memory is None:\n",
+        right="            self._replica.restore_local_state(tensors, scalars)\n",
+        wrong="            del tensors\n",
     ),
 )
 

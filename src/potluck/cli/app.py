@@ -360,7 +360,8 @@ def simulate(
     ] = "home",
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same run.")] = 0,
     faults: Annotated[
-        float, typer.Option("--faults", min=0, max=100, help="Faults of each machine in an hour: it dies, hangs, slows.")
+        float,
+        typer.Option("--faults", min=0, max=100, help="Faults of each machine in an hour: it dies, hangs, slows."),
     ] = 0.0,
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="Where to write the timeline, as SVG.")
@@ -384,7 +385,9 @@ def simulate(
             put_json(found)
         return
     if recipe is None:
-        raise PotluckError("say which RECIPE to simulate, such as `potluck simulate stdlib-gpt`, or how many with --fuzz")
+        raise PotluckError(
+            "say which RECIPE to simulate, such as `potluck simulate stdlib-gpt`, or how many with --fuzz"
+        )
     report = simulate_recipe(
         recipe, fleet, seed=seed, faults_per_hour=faults, picture=picture, overrides=overrides or []
     )

@@ -34,9 +34,7 @@ def run_fuzz(num_seeds: int, *, first_seed: int, num_jobs: int, keep_going: bool
         if done % every == 0 or done == num_seeds:
             print(f"{done} of {num_seeds} seeds, {bad} violations", file=sys.stderr, flush=True)
 
-    found = fuzz(
-        range(first_seed, first_seed + num_seeds), num_jobs=num_jobs, told=told, until_first=not keep_going
-    )
+    found = fuzz(range(first_seed, first_seed + num_seeds), num_jobs=num_jobs, told=told, until_first=not keep_going)
     if found.violated:
         first = found.violated[0]
         print(_story(first), file=sys.stderr)
@@ -117,8 +115,8 @@ def report_text(report: Mapping[str, Any]) -> str:
     """For people: the run in two lines, then one for each class of machines."""
     energy = f"{report['energy_kwh']:.3g} kWh" if report["energy_kwh"] else "energy not known"
     lines = [
-        f"{report['recipe']} on {report['fleet']}: {report['rounds']} rounds, {format_count(report['tokens'])} tokens in "
-        f"{format_seconds(report['seconds'])}; simulated in {report['real_s']} s",
+        f"{report['recipe']} on {report['fleet']}: {report['rounds']} rounds, {format_count(report['tokens'])} tokens "
+        f"in {format_seconds(report['seconds'])}; simulated in {report['real_s']} s",
         f"{format_bytes(report['up_bytes'])} up, {format_bytes(report['down_bytes'])} down, {energy}, "
         f"{report['tasks_lost']} tasks lost",
     ]
@@ -127,7 +125,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     if report["too_small"]:
         lines.append(f"{len(report['too_small'])} machines have too little memory for this model and take no part")
     names = ("class", "machines", "computing", "sending", "receiving", "waiting", "rounds", "up each", "down each")
-    rows = [names]
+    rows: list[tuple[str, ...]] = [names]
     for name, each in report["classes"].items():
         rows.append((
             name, str(each["machines"]), f"{each['compute_share']:.0%}", format_seconds(each["send_s"]),

@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from potluck.contract import checks
-from potluck.contract.problem import Problem
 from potluck.optim.inner import InnerConfig
+from potluck.simulator.problem import Problem
 from potluck.strategies.registry import STRATEGY_PARTS, load_file
 from potluck.strategies.strategy import Strategy
 from potluck.types.errors import RecipeError, RunStopped

@@ -52,8 +52,8 @@ def draw(
     found: list[Fault] = []
     for _ in range(num_faults):
         machine = chance.choice((coordinator, *workers))
-        allowed = [k for k in kinds if machine != coordinator or k not in WORKERS_ONLY]
-        kind = chance.choice(allowed)
+        allowed: list[Kind] = [k for k in kinds if machine != coordinator or k not in WORKERS_ONLY]
+        kind: Kind = chance.choice(allowed)
         lasts_s = round(0.1 * 1000 ** chance.random(), 2)  # 0.1 to 100 s
         found.append(Fault(machine=machine, kind=kind, point=chance.randrange(1, most_points), lasts_s=lasts_s))
     return tuple(found)

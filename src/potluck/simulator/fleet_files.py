@@ -1,15 +1,15 @@
-"""Fleet files: the machines of a simulated fleet as TOML, in classes with ranges, so that 4,000 laptops are three lines.
+"""Fleet files: the machines of a simulated fleet as TOML, in classes with ranges: 4,000 laptops are three lines.
 
-    [coordinator]
-    up_mbit_s = 1000            # to the workers, all together
-    down_mbit_s = 1000
+[coordinator]
+up_mbit_s = 1000            # to the workers, all together
+down_mbit_s = 1000
 
-    [[devices]]
-    name = "laptop"
-    count = 4000
-    gflops = [100, 1000]        # what training reaches; a pair is a range, from which each machine draws
-    up_mbit_s = [5, 50]
-    down_mbit_s = [20, 250]
+[[devices]]
+name = "laptop"
+count = 4000
+gflops = [100, 1000]        # what training reaches; a pair is a range, from which each machine draws
+up_mbit_s = [5, 50]
+down_mbit_s = [20, 250]
 """
 
 from __future__ import annotations
@@ -122,7 +122,11 @@ def load_fleet(name: str) -> FleetFile:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not TOML: {error}") from error
     except ValidationError as error:
-        keys = [*DeviceClass.model_fields, *(f"devices.{k}" for k in DeviceClass.model_fields), *CoordinatorLink.model_fields]
+        keys = [
+            *DeviceClass.model_fields,
+            *(f"devices.{k}" for k in DeviceClass.model_fields),
+            *CoordinatorLink.model_fields,
+        ]
         raise RecipeError(f"{path}: {sentence(error, '', keys)}") from error
     names = [device.name for device in read.devices]
     if twice := [n for n in names if names.count(n) > 1]:

@@ -24,7 +24,6 @@ import torch
 
 from potluck.aggregation.config import AggregationConfig
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.contract.problem import Problem
 from potluck.coordinator.core import CheckpointConfig, ValidationConfig
 from potluck.coordinator.events import Event
 from potluck.fleet.config import FleetConfig
@@ -33,6 +32,7 @@ from potluck.protocol import pb
 from potluck.simulator.faults import KINDS, Chaos, Fault, Kind, coordinator, draw
 from potluck.simulator.invariants import Violated, Witness
 from potluck.simulator.lives import own_tasks
+from potluck.simulator.problem import Problem
 from potluck.simulator.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy

@@ -128,7 +128,7 @@ def own_tasks(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_task_factory(make)
 
 
-# File operations, by Python's audit events: a hook cannot be taken off again, so there is one, which mostly does nothing.
+# File operations, by Python's audit events: a hook cannot be taken off again, so one stays and mostly does nothing.
 
 _watched: Life | None = None
 _file_events = frozenset({"open", "os.rename", "os.remove", "os.truncate", "os.link", "os.mkdir", "os.rmdir"})

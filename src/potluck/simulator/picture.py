@@ -31,7 +31,9 @@ def timeline_svg(report: ScaleReport, title: str) -> str:
     ]
     for i, (phase, colour) in enumerate(colours.items()):
         x = left_px + 90 * i
-        parts.append(f'<rect x="{x}" y="28" width="10" height="10" fill="{colour}"/><text x="{x + 14}" y="37">{phase}</text>')
+        parts.append(
+            f'<rect x="{x}" y="28" width="10" height="10" fill="{colour}"/><text x="{x + 14}" y="37">{phase}</text>'
+        )
     for row, number in enumerate(shown):
         y = top_px + row_px * row
         parts.append(f'<text x="4" y="{y + 10}">{escape(report.devices[number].id)}</text>')
@@ -44,7 +46,9 @@ def timeline_svg(report: ScaleReport, title: str) -> str:
     for seconds in report.round_s:
         at_s += seconds
         x = left_px + at_s * scale
-        parts.append(f'<line x1="{x:.1f}" y1="{top_px}" x2="{x:.1f}" y2="{bottom}" stroke="#999" stroke-dasharray="2 3"/>')
+        parts.append(
+            f'<line x1="{x:.1f}" y1="{top_px}" x2="{x:.1f}" y2="{bottom}" stroke="#999" stroke-dasharray="2 3"/>'
+        )
     for tenth in range(0, 11, 2):
         x = left_px + tenth / 10 * report.seconds * scale
         parts.append(f'<text x="{x:.0f}" y="{bottom + 16}">{tenth / 10 * report.seconds:.0f} s</text>')

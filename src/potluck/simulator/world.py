@@ -120,8 +120,8 @@ class World:
         objects = await executor.run(ObjectStore, life.folder / "objects")
         deck = await executor.run(self._make_deck, objects)
         run = await Coordinator.open(
-            self.plan, life.folder, deck=deck, objects=objects, clock=MachineClock(self, life.machine), lanes=Lanes.one(executor),
-            on_event=lambda event: self._heard(life, event),
+            self.plan, life.folder, deck=deck, objects=objects, clock=MachineClock(self, life.machine),
+            lanes=Lanes.one(executor), on_event=lambda event: self._heard(life, event),
         )  # fmt: skip
         self.run = self.last = run
         run.traffic = self.traffic
