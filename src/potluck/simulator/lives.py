@@ -51,7 +51,7 @@ class Life:
         self.machine, self.folder, self.fate = machine, folder, fate
         self.alive = True
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self.errors: list[BaseException] = []  # with which its tasks ended while it was alive, unseen by anyone
+        self.executors: list[Executor] = []
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task of this life, as are all that it makes itself."""

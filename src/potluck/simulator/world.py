@@ -74,7 +74,6 @@ class World:
         self.clock, self._make_executor = clock, make_executor
         self.network = network or Modelled(clock)
         self.fate = fate
-        self._executors: list[Executor] = []
         self._lives: dict[str, int] = {}  # how many a machine has had
         self._disks: dict[str, Path] = {}  # where the disk of a machine is now
         self.hosts: dict[WorkerId, Host] = {}
@@ -180,8 +179,8 @@ class World:
             await self.run.close()
             self.life.end()
             await self.life.gone()
-        for executor in self._executors:
-            executor.close()
+            for executor in self.life.executors:
+                executor.close()
 
     # Machines
 
@@ -199,15 +198,17 @@ class World:
         """The process is gone; the machine's next one finds the disk as it is now, or an empty one."""
         if life is None or not life.alive:
             return
+        life.end()
+        for executor in life.executors:
+            executor.close()  # what a real thread is at, it ends: the disk is looked at after that
         new = self.folder / f"{life.machine}.{self._lives[life.machine]}"
         if keeps_disk:
             copy_disk(life.folder, new)
         self._disks[life.machine] = new
-        life.end()
 
     def _executor(self, life: Life) -> Executor:
         executor = self._make_executor()
-        self._executors.append(executor)
+        life.executors.append(executor)
         return LifeExecutor(life, executor, lambda: self.slowness.get(life.machine, 1.0))
 
     # Workers
