@@ -60,6 +60,7 @@ class Case:
     rule: str
     checkpoint_every: int
     validate_every: int
+    snapshot_every: int
     links: tuple[Link, ...]  # of each worker
     seconds: tuple[float, ...]  # that each worker takes for four sequences
     faults: tuple[Fault, ...]
@@ -111,6 +112,7 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
         rule=chance.choice(("mean", "mean", "mean", "median")),
         checkpoint_every=chance.choice((1, 2, 10)),
         validate_every=chance.choice((0, 1, 2)),
+        snapshot_every=chance.choice((0, 1, 2)),
         links=links,
         seconds=tuple(10 ** chance.uniform(-0.5, 1.0) for _ in range(num_workers)),
         faults=draw(
@@ -254,7 +256,11 @@ class _Play:
     def _problem(self) -> Problem:
         case = self.case
         fleet = FleetConfig(
-            min_workers=case.min_workers, no_progress_s=60.0, quarantine_s=30.0, max_discarded_rounds=20
+            min_workers=case.min_workers,
+            no_progress_s=60.0,
+            quarantine_s=30.0,
+            max_discarded_rounds=20,
+            snapshot_every_steps=case.snapshot_every,
         )
         return Problem(
             num_rounds=case.num_rounds, seed=case.seed, num_shards=3, sequences_per_shard=16, fleet=fleet,
