@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.contract.problem import Problem
 from potluck.coordinator.changes import LIVE_KEYS, Changes, changed, set_in_folder, with_changes
 from potluck.coordinator.prepare import replanned
 from potluck.coordinator.recipe import SECTIONS, Recipe, known_keys, load_recipe
 from potluck.coordinator.status import snapshot
 from potluck.fleet.config import FleetConfig
+from potluck.simulator.problem import Problem
 from potluck.simulator.world import World
 from potluck.storage.database import Database
 from potluck.storage.ledger import MARK, Ledger, Operation

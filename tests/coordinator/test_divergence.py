@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract.checks import cost_s
-from potluck.contract.problem import Problem
 from potluck.coordinator.core import CheckpointConfig
 from potluck.coordinator.divergence import Diverged, DivergenceConfig, RoundFigures, Watch, min_rounds
 from potluck.fleet.config import FleetConfig
+from potluck.simulator.problem import Problem
 from potluck.simulator.world import World
 from potluck.strategies import diloco
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract import checks
-from potluck.contract.problem import Problem
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb
+from potluck.simulator.problem import Problem
 from potluck.simulator.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy

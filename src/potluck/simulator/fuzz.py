@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -61,6 +61,7 @@ class Case:
     checkpoint_every: int
     validate_every: int
     snapshot_every: int
+    balance: Literal["none", "time"]
     links: tuple[Link, ...]  # of each worker
     seconds: tuple[float, ...]  # that each worker takes for four sequences
     faults: tuple[Fault, ...]
@@ -113,6 +114,7 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
         checkpoint_every=chance.choice((1, 2, 10)),
         validate_every=chance.choice((0, 1, 2)),
         snapshot_every=chance.choice((0, 1, 2)),
+        balance=chance.choice(("none", "none", "time")),
         links=links,
         seconds=tuple(10 ** chance.uniform(-0.5, 1.0) for _ in range(num_workers)),
         faults=draw(
@@ -261,6 +263,7 @@ class _Play:
             quarantine_s=30.0,
             max_discarded_rounds=20,
             snapshot_every_steps=case.snapshot_every,
+            balance=case.balance,
         )
         return Problem(
             num_rounds=case.num_rounds, seed=case.seed, num_shards=3, sequences_per_shard=16, fleet=fleet,

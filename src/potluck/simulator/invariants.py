@@ -25,6 +25,7 @@ from torch import Tensor
 
 from potluck.codecs.bundle import Bundle
 from potluck.coordinator.core import Coordinator
+from potluck.fleet.paces import PACES, read_paces
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb
 from potluck.storage.ledger import ReplyRow
@@ -151,8 +152,8 @@ class Witness:
         assert self._state is not None
         if run.facts.aggregation.rule != "mean":
             return  # robust rules have references of their own in tests/aggregation
-        cohort = run.ledger.decisions(self._state.round, attempt).get("cohort", [])
-        fleet = PlainFleet(run, cohort, rows, {h: self._values[n] for n, h in self._state.named_handles().items()})
+        decided = run.ledger.decisions(self._state.round, attempt)
+        fleet = PlainFleet(run, decided, rows, {h: self._values[n] for n, h in self._state.named_handles().items()})
         expected = plainly(run.strategy.run_round(self._state, fleet))
         names = expected.named_handles()
         for name, handle in proposed.named_handles().items():
@@ -211,9 +212,13 @@ class PlainFleet:
     """Gives a strategy the replies that were accepted, and does its arithmetic on whole tensors in memory."""
 
     def __init__(
-        self, run: Coordinator, cohort: Sequence[str], rows: Mapping[str, ReplyRow], values: Mapping[Params, Tensor]
+        self,
+        run: Coordinator,
+        decided: Mapping[str, Any],
+        rows: Mapping[str, ReplyRow],
+        values: Mapping[Params, Tensor],
     ) -> None:
-        self._coordinator, self._cohort, self._rows = run, cohort, rows
+        self._coordinator, self._decided, self._rows = run, decided, rows
         self.values: dict[Params, Tensor] = dict(values)
 
     @property
@@ -221,10 +226,11 @@ class PlainFleet:
         return self._coordinator.facts
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        members = self._coordinator.roster.members
-        cpu = DeviceProfile(device="cpu")
-        ids = [WorkerId(w) for w in self._cohort]
-        return tuple(members[w].info if w in members else WorkerInfo(id=w, profile=cpu) for w in ids)
+        members, unknown = self._coordinator.roster.members, DeviceProfile(device="cpu")
+        ids, paces = [WorkerId(w) for w in self._decided.get("cohort", ())], read_paces(self._decided.get(PACES, {}))
+        return tuple(
+            WorkerInfo(id=w, profile=members[w].profile if w in members else unknown, pace=paces.get(w)) for w in ids
+        )
 
     async def call(
         self, tasks: Mapping[WorkerId, BoundTask], *, key: str, min_replies: int, reduce: Reduction | None = None
@@ -240,6 +246,7 @@ class PlainFleet:
         total, weights = torch.zeros(layout.numel, dtype=torch.float64), 0.0
         for row in rows:
             weight = float(row.scalars[reduction.weight]) if reduction.weight and reduction.mean else 1.0
+            weight *= reduction.factors.get(WorkerId(row.worker), 1.0)
             with Bundle.open(self._coordinator.objects.path(Digest(row.object))) as bundle:
                 total += weight * bundle.flat_slice(reduction.name, layout, 0, layout.numel).double()
             weights += weight
