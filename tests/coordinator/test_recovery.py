@@ -85,7 +85,7 @@ def test_a_stop_waits_for_a_checkpoint_that_is_being_saved(tmp_path: Path) -> No
 def test_what_a_paused_coordinator_did_not_read_is_not_held_against_its_workers(tmp_path: Path) -> None:
     async def main() -> World:
         world = World(
-            Problem(num_rounds=2, validate=False).plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), Problem().make_deck,
+            Problem(num_rounds=2, validate=False, fleet=FleetConfig(min_workers=2)).plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), Problem().make_deck,
             tmp_path, clock=VirtualClock(), make_executor=InlineExecutor,
         )  # fmt: skip
         await world.start()
