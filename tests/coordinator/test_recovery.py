@@ -85,8 +85,10 @@ def test_a_stop_waits_for_a_checkpoint_that_is_being_saved(tmp_path: Path) -> No
 def test_what_a_paused_coordinator_did_not_read_is_not_held_against_its_workers(tmp_path: Path) -> None:
     async def main() -> World:
         world = World(
-            Problem(num_rounds=2, validate=False, fleet=FleetConfig(min_workers=2)).plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), Problem().make_deck,
-            tmp_path, clock=VirtualClock(), make_executor=InlineExecutor,
+            Problem(num_rounds=2, validate=False, fleet=FleetConfig(min_workers=2)).plan(
+                DiLoCo(DiLoCoConfig(num_inner_steps=2))
+            ),
+            Problem().make_deck, tmp_path, clock=VirtualClock(), make_executor=InlineExecutor,
         )  # fmt: skip
         await world.start()
         for name in ("w1", "w2"):
@@ -190,8 +192,9 @@ def test_an_accepted_update_that_the_disk_lost_costs_its_round_and_not_the_run(t
         await world.clock.sleep(20.0)
         assert world.run is not None
         (reply,) = world.run.ledger.replies(0, 0)
-        path = world.run.objects.path(Digest(reply.object))
+        name = world.run.objects.path(Digest(reply.object)).name
         await world.crash_coordinator()
+        path = world.disk("coordinator") / "objects" / name
         match loss:
             case "gone":
                 path.unlink()

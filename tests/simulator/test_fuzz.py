@@ -10,6 +10,9 @@ import pytest
 from potluck.simulator.faults import KINDS, WORKERS_ONLY, Fault, coordinator, draw
 from potluck.simulator.fuzz import case_of, fuzz, play_seed
 
+# A killed process closes nothing.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
 ever_failed: tuple[int, ...] = ()
 """Seeds that once found something: they are played for ever."""
 

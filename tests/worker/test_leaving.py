@@ -62,7 +62,7 @@ def test_leaving_before_the_first_welcome_ends_at_once(
             files.close()
             compute.close()
 
-    monkeypatch.setattr(join, "obtain", obtained)
+    monkeypatch.setattr(join, "enter", obtained)
     monkeypatch.setattr(join._Joining, "_agent", agent)
     monkeypatch.setattr(join._Joining, "_measured", measured)
     assert asyncio.run(main()) == "left"
@@ -152,7 +152,7 @@ def test_a_pause_holds_the_worker_and_after_a_while_hands_its_work_back(
             files.close()
             compute.close()
 
-    monkeypatch.setattr(join, "obtain", obtained)
+    monkeypatch.setattr(join, "enter", obtained)
     monkeypatch.setattr(join._Joining, "_agent", agent)
     monkeypatch.setattr(join._Joining, "_measured", measured)
     assert asyncio.run(main()) == "left"

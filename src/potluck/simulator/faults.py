@@ -165,8 +165,7 @@ class Chaos:
                 self.world.jumps_s[machine] = self.world.jumps_s.get(machine, 0.0) + (fault.lasts_s - 10.0) * 1000.0
             case "leave":
                 if (agent := self.world.hosts[WorkerId(machine)].agent) is not None:
-                    agent.leave()
-                    self._later(fault.lasts_s, lambda: self.revive(machine))
+                    agent.leave()  # whoever watches the world brings it back
 
     def _links(self, machine: str) -> list[WorkerId]:
         return list(self.world.hosts) if machine == coordinator else [WorkerId(machine)]

@@ -351,8 +351,9 @@ class _Play:
             if task is None or agent is None or not task.done() or task.cancelled() or self.chaos.is_down(id):
                 continue
             error = task.exception()
-            if error is None and not agent.ended:
-                continue  # it left, and comes back
+            if error is None and not agent.ended:  # it left
+                self.chaos.bring_back(id, 5.0)
+                continue
             if error is None or self.chaos.full_disk(id, error) or isinstance(error, PotluckError):
                 why = agent.ended or str(error)
                 self._history.append(f"{self.world.clock.now():9.3f} {id} ended: {why}")

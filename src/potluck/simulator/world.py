@@ -87,6 +87,7 @@ class World:
         self.object_bytes_down: dict[str, int] = {}
         self.training: asyncio.Task[State] | None = None
         self.booting: asyncio.Task[None] | None = None
+        self._is_over = False
         self.jumps_s: dict[str, float] = {}  # by which the wall clock of a machine is off
         self.context = copy_context()  # of nobody's process
 
@@ -171,6 +172,7 @@ class World:
         self.run = None
 
     async def shut_down(self) -> None:
+        self._is_over = True  # nobody is started again, so disks stay where they are
         for id in list(self.hosts):
             await self.crash(id)
         await self.network.close()
@@ -201,6 +203,8 @@ class World:
         life.end()
         for executor in life.executors:
             executor.close()  # what a real thread is at, it ends: the disk is looked at after that
+        if self._is_over:
+            return
         new = self.folder / f"{life.machine}.{self._lives[life.machine]}"
         if keeps_disk:
             copy_disk(life.folder, new)
