@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.contract.problem import Problem
 from potluck.coordinator.core import Plan
 from potluck.coordinator.deck import Deck
 from potluck.fleet.config import FleetConfig
@@ -20,6 +19,7 @@ from potluck.protocol import pb
 from potluck.simulator.device_faults import DeviceFault, draw_faults
 from potluck.simulator.fleets import Device, machines
 from potluck.simulator.meta import CoordinatorMachine, MetaObjects
+from potluck.simulator.problem import Problem
 from potluck.simulator.report import ScaleReport
 from potluck.simulator.scale import simulate_scale
 from potluck.simulator.world import World

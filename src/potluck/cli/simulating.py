@@ -14,11 +14,13 @@ import torch
 from potluck.cli.units import format_bytes, format_count, format_seconds
 from potluck.coordinator.prepare import sketch
 from potluck.coordinator.recipe import load_recipe
+from potluck.simulator.device_faults import draw_faults
 from potluck.simulator.fleet_files import load_fleet
 from potluck.simulator.fuzz import Verdict, fuzz
 from potluck.simulator.meta import CoordinatorMachine
 from potluck.simulator.picture import timeline_svg
-from potluck.simulator.scale import DeviceReport, ScaleReport, draw_faults, simulate_scale
+from potluck.simulator.report import DeviceReport, ScaleReport
+from potluck.simulator.scale import simulate_scale
 from potluck.storage.files import write_atomic
 from potluck.types.errors import PotluckError
 
@@ -74,6 +76,7 @@ def simulate_recipe(
 
 
 def _figures(report: ScaleReport, real_s: float) -> dict[str, Any]:
+    energies = [d.energy_j for d in report.devices if d.energy_j is not None]
     classes: dict[str, list[DeviceReport]] = {}
     for device in report.devices:
         classes.setdefault(device.device, []).append(device)
@@ -85,7 +88,7 @@ def _figures(report: ScaleReport, real_s: float) -> dict[str, Any]:
         "median_round_s": round(statistics.median(report.round_s), 3) if report.round_s else None,
         "up_bytes": round(report.up_bytes),
         "down_bytes": round(report.down_bytes),
-        "energy_kwh": None if report.energy_j is None else round(report.energy_j / 3.6e6, 4),
+        "energy_kwh": round(sum(energies) / 3.6e6, 4) if len(energies) == len(report.devices) else None,  # of devices
         "tasks_lost": report.num_lost,
         "too_small": list(report.unfit),
         "real_s": round(real_s, 1),
