@@ -210,7 +210,7 @@ class Chaos:
         self._later(seconds, do)
 
     def _later(self, seconds: float, do: Callable[[], object]) -> None:
-        asyncio.get_running_loop().call_later(seconds, do, context=self.world.context)
+        self.world.later(seconds, do)
 
     def is_down(self, machine: str) -> bool:
         return machine in self._down

@@ -47,8 +47,8 @@ class Fate(Protocol):
 class Life:
     """One process on one machine, from its start to its end."""
 
-    def __init__(self, machine: str, folder: Path, *, fate: Fate | None = None) -> None:
-        self.machine, self.folder, self.fate = machine, folder, fate
+    def __init__(self, machine: str, folder: Path, *, begun_at: float, fate: Fate | None = None) -> None:
+        self.machine, self.folder, self.begun_at, self.fate = machine, folder, begun_at, fate
         self.alive = True
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.executors: list[Executor] = []

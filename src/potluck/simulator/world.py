@@ -88,6 +88,7 @@ class World:
         self.training: asyncio.Task[State] | None = None
         self.booting: asyncio.Task[None] | None = None
         self._is_over = False
+        self._lived_s = 0.0  # of workers that died since
         self.jumps_s: dict[str, float] = {}  # by which the wall clock of a machine is off
         self.context = copy_context()  # of nobody's process
 
@@ -194,7 +195,7 @@ class World:
         disk = self._disks[machine] = self.disk(machine)
         disk.mkdir(parents=True, exist_ok=True)
         self._lives[machine] = self._lives.get(machine, 0) + 1
-        return Life(machine, disk, fate=self.fate)
+        return Life(machine, disk, begun_at=self.clock.now(), fate=self.fate)
 
     def _end(self, life: Life | None, *, keeps_disk: bool) -> None:
         """The process is gone; the machine's next one finds the disk as it is now, or an empty one."""
@@ -259,9 +260,28 @@ class World:
         if task is not None and task.done() and not task.cancelled() and (error := task.exception()) is not None:
             raise error
 
+    def kill_for(self, name: str, seconds: float, *, keeps_disk: bool = True) -> None:
+        """It dies now, if it is not dead, and is switched on again after that."""
+        if self.hosts[WorkerId(name)].life is None:
+            return
+        self.kill(name, keeps_disk=keeps_disk)
+        self.later(seconds, lambda: self.switch_on(WorkerId(name)))
+
+    def later(self, seconds: float, do: Callable[[], object]) -> None:
+        """From nobody's process; not any more once the world is over."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(seconds, lambda: None if self._is_over else do(), context=self.context)
+
+    def alive_s(self) -> float:
+        """Seconds that the workers have been alive, all together."""
+        now = self.clock.now()
+        return self._lived_s + sum(now - h.life.begun_at for h in self.hosts.values() if h.life is not None)
+
     def kill(self, name: str, *, keeps_disk: bool = True) -> None:
         """The same at once, from wherever in the worker this is called."""
         host = self.hosts[WorkerId(name)]
+        if host.life is not None:
+            self._lived_s += self.clock.now() - host.life.begun_at
         self._end(host.life, keeps_disk=keeps_disk)
         host.life = host.task = host.agent = None
         self.network.cut(host.id)
