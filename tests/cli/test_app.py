@@ -20,6 +20,8 @@ COMMANDS = {
     "run": "Run a recipe with N workers on this machine.",
     "host": "Start a run that other machines join; prints the line to paste there.",
     "join": "Give this machine to a run, on your terms.",
+    "pause": "Let this machine's worker stop after its present step, until `potluck resume`.",
+    "resume": "Let this machine's worker go on after `potluck pause`.",
     "profile": "Measure this machine as a worker does when it joins.",
     "invite": "Print a join line for one member.",
     "remove": "Revoke a member",
@@ -30,6 +32,7 @@ COMMANDS = {
     "generate": "Let a trained model write.",
     "recipes": "List the shipped recipes, or print one to start from.",
     "manifest": "List the files of a folder for `data.listed`: names, digests, sizes and tokens.",
+    "simulate": "Play a run on a virtual fleet, with faults if asked.",
     "bench": "Measure Potluck itself, beside its peers.",
     "test": "Run the contract tests on a strategy of your own.",
 }

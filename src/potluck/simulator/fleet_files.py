@@ -122,11 +122,7 @@ def load_fleet(name: str) -> FleetFile:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not TOML: {error}") from error
     except ValidationError as error:
-        keys = [
-            *DeviceClass.model_fields,
-            *(f"devices.{k}" for k in DeviceClass.model_fields),
-            *CoordinatorLink.model_fields,
-        ]
+        keys = [*DeviceClass.model_fields, *CoordinatorLink.model_fields]
         raise RecipeError(f"{path}: {sentence(error, '', keys)}") from error
     names = [device.name for device in read.devices]
     if twice := [n for n in names if names.count(n) > 1]:
