@@ -22,7 +22,7 @@ from potluck.strategies.diloco import DiLoCo, DiLoCoConfig, DiLoCoState, inner
 from potluck.strategies.fleet import Fleet, weighted_mean
 from potluck.transport.memory import Link
 from potluck.transport.pace import Limits
-from potluck.types.ids import Digest
+from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Params
 
 
@@ -83,12 +83,12 @@ def test_a_stop_waits_for_a_checkpoint_that_is_being_saved(tmp_path: Path) -> No
 
 
 def test_what_a_paused_coordinator_did_not_read_is_not_held_against_its_workers(tmp_path: Path) -> None:
+    problem = Problem(num_rounds=2, validate=False, fleet=FleetConfig(min_workers=2))  # they stood still too
+
     async def main() -> World:
         world = World(
-            Problem(num_rounds=2, validate=False, fleet=FleetConfig(min_workers=2)).plan(
-                DiLoCo(DiLoCoConfig(num_inner_steps=2))
-            ),
-            Problem().make_deck, tmp_path, clock=VirtualClock(), make_executor=InlineExecutor,
+            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), problem.make_deck, tmp_path, clock=VirtualClock(),
+            make_executor=InlineExecutor,
         )  # fmt: skip
         await world.start()
         for name in ("w1", "w2"):
@@ -253,3 +253,37 @@ def test_an_aggregate_that_cannot_be_written_discards_its_round(
 
     events = run_virtual(main()).events
     assert [e.kind for e in events if e.kind in ("round", "discarded")] == ["discarded", "round", "round"]
+
+
+def test_a_coordinator_that_comes_back_has_the_next_result_within_seconds(tmp_path: Path) -> None:
+    """It waits neither for a heartbeat, nor for more workers than it takes to go on with a round that was begun."""
+
+    async def main() -> None:
+        problem = Problem(num_rounds=3, validate=False, fleet=FleetConfig(min_workers=3, reconnect_s=60.0))
+        world = World(
+            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=5))), problem.make_deck, tmp_path, clock=VirtualClock(),
+            make_executor=InlineExecutor,
+        )  # fmt: skip
+        await world.start()
+        for name, cost in (("w1", 4.0), ("w2", 4.0), ("w3", 6.0)):
+            world.add(name, cost_s=lambda _, cost=cost: cost)
+        while world.run is None or world.run.state is None or world.run.state.round < 1:
+            await world.clock.sleep(0.1)
+        await world.clock.sleep(5.0)
+        assert len(world.run.ledger.replies(1, 0)) == 2
+        await world.crash_coordinator()
+        await world.crash("w1")  # what it gave is here already
+        await world.clock.sleep(8.0)
+        await world.start()
+        listening = world.clock.now()
+        while len(world.run.ledger.replies(1, 0)) == 2:
+            await world.clock.sleep(0.01)
+        assert world.clock.now() - listening < 2.5
+        while world.run.state is None or world.run.state.round < 2:
+            await world.clock.sleep(0.1)
+        rounds = [event.detail for event in world.events if event.kind == "round"]
+        assert rounds[1]["workers"] == ["w1", "w2", "w3"]
+        world.switch_on(WorkerId("w1"))
+        await world.finish()
+
+    run_virtual(main())

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from potluck.bench.site import events, free_ports
+
+__all__ = [
+    "command",
+    "environment",
+    "events",
+    "free_ports",
+    "potluck",
+    "result_of",
+    "start",
+    "wait_for",
+    "words",
+    "write_corpus",
+    "write_recipe",
+]
 
 words = [f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe", "ra") for b in ("ta", "so", "vi", "ru", "de", "li")]
 
@@ -47,16 +61,6 @@ def write_recipe(path: Path, data: str, /, **sections: str) -> Path:
     return path
 
 
-def free_ports() -> int:
-    """A port that is free, as is the next: what `host --address` needs."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            with contextlib.suppress(OSError):
-                second.bind(("127.0.0.1", first.getsockname()[1] + 1))
-                return int(first.getsockname()[1])
-
-
 def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "potluck", *map(str, arguments)]
 
@@ -85,13 +89,6 @@ def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     lines = done.stdout.strip().splitlines()
     assert len(lines) == 1, done.stdout
     return json.loads(lines[0])
-
-
-def events(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
 def wait_for(run_dir: Path, kind: str, *, count: int = 1, timeout_s: float = 90.0) -> list[dict[str, Any]]:

@@ -178,6 +178,23 @@ def test_how_long_a_result_takes_to_come_is_no_part_of_the_work() -> None:
     assert "has made no progress for 101 s" in loss(lease, member(last_seen=491.0), 491.0, config)
 
 
+def test_a_pure_task_is_for_others_once_its_worker_misses_its_heartbeats() -> None:
+    patient = config.model_copy(update={"reconnect_s": 60.0})
+    away = member(connected=False, away_since=103.0)
+    pure = open_lease(message=pb.Lease(key="map/0", task="eval.part", kind="pure"))
+    assert loss(pure, away, 106.0, patient) == ""
+    assert loss(pure, away, 106.1, patient) == "w1 has not been heard for 6 s"
+    assert loss(open_lease(), away, 106.1, patient) == ""
+
+
+def test_who_fell_silent_is_away_since_it_was_heard_last_and_whose_link_broke_since_then() -> None:
+    for silent_s, since in ((1.0, 101.0), (6.1, 100.0)):
+        roster = Roster(config)
+        w1 = roster.arrive(WorkerId("w1"), DeviceProfile(device="cpu"), 100.0)
+        roster.disconnect(w1, roster.connect(w1, 100.0), 100.0 + silent_s)
+        assert w1.away_since == since
+
+
 def test_a_result_that_is_being_checked_is_not_given_up() -> None:
     gone = member(connected=False, away_since=0.0)
     assert loss(open_lease(checking=True), gone, 300.0, config) == ""

@@ -11,6 +11,7 @@ from typing import Any
 from cryptography import x509
 from transport.tls import TestAuthority
 
+from potluck.bench.wire import Wire
 from potluck.clock import SystemClock
 from potluck.transport.connection import Channel, Connection, Peer, Traffic
 from potluck.transport.grpc.client import GrpcConnection
@@ -65,12 +66,12 @@ class Memory:
 
 
 class Sockets:
-    """gRPC with mutual TLS on loopback. Each worker's bytes pass a relay, whose sockets `cut` resets."""
+    """gRPC with mutual TLS on loopback. Each worker's bytes pass a wire, whose sockets `cut` resets."""
 
     def __init__(self) -> None:
         self.authority = TestAuthority()
         self.revoked: set[str] = set()
-        self.relays: dict[str, Relay] = {}
+        self.wires: dict[str, tuple[Wire, int]] = {}
         self.connections: list[GrpcConnection] = []
 
     def check_peer(self, certificate_pem: bytes) -> Peer:
@@ -89,18 +90,20 @@ class Sockets:
         finally:
             for connection in self.connections:
                 await connection.close()
-            for relay in self.relays.values():
-                await relay.close()
+            for wire, _ in self.wires.values():
+                await wire.close()
             await self.server.stop()
 
     async def connect(self, id: str, role: str = "worker") -> Connection:
-        relay = self.relays.setdefault(id, Relay(self.port))
-        connection = GrpcConnection(f"127.0.0.1:{await relay.open()}", self.authority.client(id, role))
+        if id not in self.wires:
+            wire = Wire()
+            self.wires[id] = wire, await wire.open(self.port)
+        connection = GrpcConnection(f"127.0.0.1:{self.wires[id][1]}", self.authority.client(id, role))
         self.connections.append(connection)
         return connection
 
     async def cut(self, id: str) -> None:
-        self.relays[id].reset()
+        self.wires[id][0].reset()
 
     def revoke(self, id: str) -> None:
         self.revoked.add(id)
@@ -108,45 +111,6 @@ class Sockets:
 
     def traffic(self, id: str) -> Traffic:
         return self.server.traffic(WorkerId(id))
-
-
-class Relay:
-    """Passes TCP connections on, until it is told to reset them."""
-
-    def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-        self.num_connections = 0
-
-    async def open(self) -> int:
-        if self._server is None:
-            self._server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0, limit=1 << 20)
-        return self._server.sockets[0].getsockname()[1]
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
-        there, back = await asyncio.open_connection("127.0.0.1", self._target_port, limit=1 << 20)
-        self._writers |= {writer, back}
-        await asyncio.gather(self._copy(reader, back), self._copy(there, writer))
-
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 18):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-        self._writers.discard(writer)
-
-    def reset(self) -> None:
-        for writer in list(self._writers):
-            writer.transport.abort()
-
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self.reset()
-            await asyncio.sleep(0.02)
 
 
 def run(network: Memory | Sockets, service: Handlers, main: Callable[[], Awaitable[None]]) -> None:

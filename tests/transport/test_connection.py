@@ -547,7 +547,7 @@ def test_bulk_has_a_tcp_connection_of_its_own():
         for channel in (control, data):
             await channel.send(b"x")
             assert await channel.receive() == b"x"
-        assert network.relays["w1"].num_connections == 2
+        assert network.wires["w1"][0].num_connections == 2
         await control.close()
         await data.close()
 

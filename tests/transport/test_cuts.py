@@ -10,7 +10,7 @@ import pytest
 from transport.networks import Sockets, run
 from transport.test_objects import Site, Tampering, content, flip_bit, offsets
 
-from potluck.bench.cutting import CuttingRelay
+from potluck.bench.wire import Way, Wire
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.protocol.frames import CHUNK_HEADER_BYTES
 from potluck.transport import memory, objects
@@ -90,9 +90,9 @@ def test_ten_cuts_of_a_real_link_too(site, way):
     network = Sockets()
 
     async def main():
-        cuts = sorted(random.Random(way).sample(range(size), 10))
-        relay = CuttingRelay(network.port, cuts=cuts, way=way, stall_s=0.1)
-        port = await relay.open()
+        cut = Way(cuts=sorted(random.Random(way).sample(range(size), 10)), stall_s=0.1)
+        wire = Wire(up=cut) if way == "up" else Wire(down=cut)
+        port = await wire.open(network.port)
         while True:
             connection = GrpcConnection(f"127.0.0.1:{port}", network.authority.client("w1"))
             try:
@@ -102,9 +102,9 @@ def test_ten_cuts_of_a_real_link_too(site, way):
                 await asyncio.sleep(0.02)
             finally:
                 await connection.close()
-        assert relay.num_cuts_left == 0
-        assert size < relay.num_bytes <= 1.05 * size
-        await relay.close()
+        assert not cut.cuts
+        assert size < cut.num_bytes <= 1.05 * size
+        await wire.close()
 
     run(network, site.service, main)
     assert target.read_bytes() == content(size)

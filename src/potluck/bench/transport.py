@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from potluck.bench.bare import BareClient, serve_bare
-from potluck.bench.cutting import CuttingRelay
+from potluck.bench.wire import Way, Wire
 from potluck.clock import SystemClock, ThreadExecutor
 from potluck.protocol.frames import CHUNK_BYTES
 from potluck.storage.digest import digest_file, file_name
@@ -163,8 +163,9 @@ class _Client:
         """Bytes that passed the link until the object was there, over its size, with the link cut at random bytes."""
         served = await self.fresh()
         chance = random.Random(way)
-        relay = CuttingRelay(self._port, cuts=sorted(chance.sample(range(num_bytes), num_cuts)), way=way)
-        port = await relay.open()
+        cut = Way(cuts=sorted(chance.sample(range(num_bytes), num_cuts)))
+        wire = Wire(up=cut) if way == "up" else Wire(down=cut)
+        port = await wire.open(self._port)
         while True:
             connection = self.connect(port)
             try:
@@ -174,9 +175,9 @@ class _Client:
                 await asyncio.sleep(0.05)
             finally:
                 await connection.close()
-        assert relay.num_cuts_left == 0
-        await relay.close()
-        return relay.num_bytes / num_bytes
+        assert not cut.cuts
+        await wire.close()
+        return cut.num_bytes / num_bytes
 
 
 async def _ask(folder: Path, repeats: int) -> dict[str, Any]:

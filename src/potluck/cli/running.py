@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from potluck.cli.local import LocalWorkers
+from potluck.cli.local import LocalWorkers, patience_s
 from potluck.cli.quiet import quiet_libraries
 from potluck.cli.signals import graceful
 from potluck.cli.view import View
@@ -63,8 +63,11 @@ class Running:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
-                await self.workers.close()
-        if not self._serving.cancelled() and (error := self._serving.exception()) is not None:
+                error = _error_of(self._serving) if self._serving else None
+                # After an error of this machine nobody has told them to go.
+                await self.workers.close(0.0 if error and not isinstance(error, RunStopped) else patience_s)
+        assert self._serving is not None
+        if error is not None:
             raise error from self._failure  # what was wrong here outranks what it did to the workers
         if self._failure is not None:
             raise self._failure
@@ -135,6 +138,10 @@ class Running:
             reason = f"every worker on this machine has ended, the last one with exit code {code}{said}"
             self._failure = RunStopped(reason)
             self.stop(reason)
+
+
+def _error_of(task: asyncio.Task[RunResult]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
 
 
 def run_recipe(recipe: Recipe, run_dir: Path, *, num_local: int = 0, address: str = "", port: int = 0) -> RunResult:

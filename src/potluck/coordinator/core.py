@@ -256,6 +256,11 @@ class Coordinator:
     def finished(self, state: State) -> bool:
         return bool(self.stop_reason) or self.facts.progress(state) >= 1.0
 
+    @property
+    def num_needed(self) -> int:
+        """Workers to wait for, 0 for the recipe's: a round that an earlier process began goes on with anyone."""
+        return 1 if self._resumes and self.fleet.workers() else 0
+
     async def begin(self, state: State) -> None:
         self._attempt = await self.lanes.ledger.run(self.ledger.open_attempt, state.round, self.clock.time())
         self._resumes = False

@@ -24,6 +24,7 @@ from potluck.storage.objects import ObjectStore
 from potluck.strategies.state import State
 from potluck.transport.grpc.descriptors import raise_limit
 from potluck.transport.security.link import parse_address
+from potluck.types.errors import RunStopped
 
 
 async def serve(
@@ -101,9 +102,13 @@ class _Hosting:
             join_line = await network.open()
             on_listening(Listening(join_line=join_line, status=partial(snapshot, run), stop=run.stop))
             state = await self._train(run)
-            return await self._result(run, prepared, state)
-        finally:
+            result = await self._result(run, prepared, state)
             run.stop("the run ended")
+            return result
+        except RunStopped:
+            run.stop("the run ended")
+            raise
+        finally:  # after any other error the workers stay, for the run goes on when it is mended here
             await network.close()
             await run.close()
 

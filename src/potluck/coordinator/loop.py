@@ -16,7 +16,7 @@ async def train(run: Coordinator) -> State:
     state = await run.recover()  # the last commit, or the strategy's first state
     await run.validate(state)
     while not run.finished(state):
-        await run.fleet.ready()  # enough workers, never a particular one
+        await run.fleet.ready(run.num_needed)  # enough workers, never a particular one
         await run.begin(state)
         try:
             proposed = await run.strategy.run_round(state, run.fleet)

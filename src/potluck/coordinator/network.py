@@ -57,7 +57,8 @@ class Network:
             check_peer=Admission(members, clock).check_peer, identity=certificates.current
         )
         serve_port = await server.start(service, ports[1], host)
-        enroller = Enroller(authority, members, clock, files, serve_port=serve_port, on_replaced=server.drop)
+        reached = port + 1 if port else serve_port  # behind a forwarded port that is not the one listened on
+        enroller = Enroller(authority, members, clock, files, serve_port=reached, on_replaced=server.drop)
         self._enrol = EnrolServer(enroller.handle, identity=authority.enrol_identity)
         enrol_port = await self._enrol.start(ports[0], host)
         await files.run(write_atomic, folder / "ports.json", json.dumps([enrol_port, serve_port]).encode())
@@ -78,9 +79,9 @@ class Network:
         return link.format()
 
     async def close(self) -> None:
-        """Let workers read that the run ended, then close the ports."""
+        """Close the ports, after workers could read that the run ended if it did; else they wait for it to go on."""
         clock = self._run.clock
-        deadline = clock.now() + farewell_s
+        deadline = clock.now() + farewell_s * bool(self._run.stop_reason)
         while clock.now() < deadline and any(m.connected for m in self._run.roster.members.values()):
             await clock.sleep(0.1)
         if self._enrol is not None:

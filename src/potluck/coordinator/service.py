@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +15,14 @@ from potluck.coordinator.core import Coordinator
 from potluck.coordinator.status import snapshot
 from potluck.fleet.leases import OpenLease
 from potluck.fleet.roster import LeaseId, Member, missed_heartbeats
+from potluck.fleet.watch import tick_s
 from potluck.protocol import check_version, parse, pb, upload_purpose, version
 from potluck.storage.digest import check_digest
 from potluck.transport import objects
 from potluck.transport.connection import Channel, Peer
 from potluck.transport.inline import Assembler, frames
 from potluck.transport.pace import PacedChannel
+from potluck.types.disk import full_disk_named
 from potluck.types.errors import ConnectionLost, CorruptError, Refused, ResourceError
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.profile import DeviceProfile
@@ -60,7 +62,8 @@ class CoordinatorService:
         handler = self.unary.get(method)
         if handler is None:
             raise Refused(f"this coordinator does not know the call {method}")
-        return await handler(peer, request)
+        with self._own_faults():
+            return await handler(peer, request)
 
     async def open(self, peer: Peer, method: str, channel: Channel) -> None:
         await self.run.recovered.wait()
@@ -75,10 +78,20 @@ class CoordinatorService:
             case "Data":
                 await self._data(member, channel)
             case "GetObject" | "PutObject":
-                with self._transfer_of(member.id):
+                with self._transfer_of(member.id), self._own_faults():
                     await self._transfer(member, method, channel)
             case _:
                 raise Refused(f"this coordinator does not know the stream {method}")
+
+    @contextmanager
+    def _own_faults(self) -> Generator[None, None, None]:
+        """A full disk of this machine ends the run. Its workers cannot mend that: they keep what they have and wait."""
+        try:
+            with full_disk_named(self.run.folder):
+                yield
+        except ResourceError as error:
+            self.run.fail(error)
+            raise ConnectionLost("the coordinator's machine has no room; it has to be mended there") from error
 
     # Unary calls
 
@@ -145,13 +158,24 @@ class CoordinatorService:
             if num_reports >= MAX_REPORTS:
                 await clock.sleep(max(0.0, since + heartbeat_s - clock.now()))
                 num_reports, since = 0, clock.now()
-            async with asyncio.timeout(missed_heartbeats * member.heartbeat_s):
-                message = await channel.receive()
+            message = await self._next_report(member, channel)
             if message is None:
                 return
             self.run.roster.heard(member)
             num_reports += 1 + len(message) // REPORT_BYTES
             self.run.intake.report(member, parse(pb.Report, message))
+
+    async def _next_report(self, member: Member, channel: Channel) -> bytes | None:
+        """TimeoutError when none came in time: not in that of this process, which may have stood still meanwhile."""
+        while True:
+            limit_s = missed_heartbeats * member.heartbeat_s
+            due = self.run.clock.now() + limit_s
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await channel.receive()
+            except TimeoutError:
+                if self.run.clock.now() - due < tick_s:
+                    raise
 
     async def _write_desired(self, member: Member, connection: int, channel: Channel) -> None:
         sequence = 0
@@ -250,12 +274,8 @@ class CoordinatorService:
         paced = PacedChannel(channel, run.pacer, member.id, patience_s=run.config.no_progress_s)
         if method == "GetObject":
             await objects.serve_get(paced, run.objects, run.lanes.transfers, self.may_fetch(member))
-            return
-        try:
+        else:
             await objects.serve_put(paced, run.objects, run.lanes.transfers, self.may_store(member))
-        except ResourceError as error:
-            run.fail(error)  # this machine's disk is full: no worker can mend that
-            raise
 
     def may_fetch(self, member: Member) -> Callable[[Digest], bool]:
         """What its leases name, and what every member of the run may have."""

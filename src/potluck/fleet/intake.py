@@ -53,6 +53,7 @@ class Intake:
     def __init__(self, fleet: LiveFleet, clock: Clock, lanes: Lanes) -> None:
         self._fleet, self._clock, self._lanes = fleet, clock, lanes
         self._judging: set[asyncio.Task[None]] = set()
+        fleet.claimed = self._claimed
         self.failed: Callable[[BaseException], None] = lambda _error: None  # hears what is wrong on this machine
         self.noted: Callable[[WorkerId, str], None] = lambda _worker, _text: None  # hears what workers remark
         self.inline: dict[tuple[str, LeaseId], dict[str, Tensor]] = {}  # what came on Data, until its result does
@@ -90,12 +91,21 @@ class Intake:
                     self._verdict(member, id, "dropped", "nobody waits for it any more")
             elif "@" in result.key and not self._may_emit(lease, result):
                 self._verdict(member, id, "dropped", "no session of this worker can have emitted it")
-            elif lease.claimed and not lease.checking:
+            elif not lease.claimed:
+                lease.early = result
+            elif not lease.checking:
                 self._take(member, lease, result)
         for id in [i for i in member.verdicts if i not in reported]:
             del member.verdicts[id]  # the worker has read it
         for name in [n for n in self.inline if n[0] == member.id and n[1] not in self._fleet.book.open]:
             del self.inline[name]  # of work that was given up
+
+    def _claimed(self, lease: OpenLease) -> None:
+        """Take at once what was reported while the round was being run again up to there."""
+        result, lease.early = lease.early, None
+        member = self._fleet.roster.members.get(lease.worker)
+        if result is not None and member is not None and not lease.checking:
+            self._take(member, lease, result)
 
     def _holds_session(self, member: Member, key: str) -> bool:
         rows = self._fleet.floating.leases.get(key)

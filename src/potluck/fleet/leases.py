@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from potluck.fleet.claims import Claims
 from potluck.fleet.config import FleetConfig
-from potluck.fleet.roster import LeaseId, Member, absence, heard_until
+from potluck.fleet.roster import LeaseId, Member, absence, heard_until, silence
 from potluck.planner.deadline import deadline_s
 from potluck.protocol import pb
 from potluck.storage.ledger import ReplyRow
@@ -59,6 +59,7 @@ class OpenLease:
     worked_until: float = 0.0  # when its result was first seen on its way, 0 for not yet
     claims: Claims = field(default_factory=Claims)
     checking: bool = False  # its result is being validated
+    early: pb.TaskResult | None = None  # came before it was claimed
     claimed: bool = True  # a verb waits for it; after a restart not until the round has been run again up to there
     number: int = 0  # in the order in which leases were opened
     look_at: float = math.inf  # when it is to be judged next whether it is lost
@@ -172,12 +173,16 @@ def loss(
         return f"{lease.worker} did not come back" if waited_s > restart_grace * config.reconnect_s else ""
     if member.quarantined:
         return f"{member.id} is quarantined: {member.quarantined}"
-    if gone := absence(member, now, config):
-        may_come_back = others_work and lease.message.kind == "pinned" and not member.leaving
-        return "" if may_come_back else gone
-    if not member.connected:
-        return ""
+    gone = absence(member, now, config)
+    if gone and others_work and lease.message.kind == "pinned" and not member.leaving:
+        return ""  # it may come back before they are done
+    if lease.message.kind == "pure":
+        gone = gone or silence(member, now, config)  # nothing is lost where another one does it meanwhile
+    if gone:
+        return gone
     if lease.message.kind == "session":
+        return ""
+    if not member.connected:
         return ""
     if is_stuck(lease, now, config):
         stuck_s, at = now - lease.progress_at, lease.claims.activity or "not started"
@@ -191,9 +196,10 @@ def may_be_lost_at(lease: OpenLease, member: Member | None, config: FleetConfig)
         return lease.issued_at + restart_grace * config.reconnect_s
     if member.quarantined or member.leaving:
         return -math.inf
-    if not member.connected:
-        return member.away_since + config.reconnect_s
     silent_at = heard_until(member, config)
+    if not member.connected:
+        away_at = member.away_since + config.reconnect_s
+        return min(away_at, silent_at) if lease.message.kind == "pure" else away_at
     if lease.message.kind == "session":
         return silent_at
     stuck_at = lease.progress_at + config.no_progress_s

@@ -77,6 +77,7 @@ class LiveFleet:
         self._num_outputs = 0
         self.phase = "starting"
         self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of work that was given up
+        self.claimed: Callable[[OpenLease], None] = lambda _lease: None  # hears that a result will be taken now
         self.waits: Callable[[str], None] = lambda _reason: None  # hears what `ready` waits for
         self.combined: Callable[[Report, list[WorkerId]], None] = lambda _report, _workers: None
 
@@ -581,6 +582,7 @@ class LiveFleet:
         if lease.id in self.book.open:
             lease = self.book.open[lease.id]
             lease.expects, lease.claimed = expects, True
+            self.claimed(lease)
             return lease
         self.book.add(lease)
         self.watching.look(lease)

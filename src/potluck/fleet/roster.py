@@ -86,16 +86,22 @@ def absence(member: Member, now: float, config: FleetConfig) -> str:
     if not member.connected:
         away_s = now - member.away_since
         return f"{member.id} has been away for {away_s:.0f} s" if away_s >= config.reconnect_s else ""
+    return silence(member, now, config)
+
+
+def silence(member: Member, now: float, config: FleetConfig) -> str:
+    """Whether it has missed its heartbeats, connected or not, in words."""
     if now > heard_until(member, config):
         return f"{member.id} has not been heard for {now - member.last_seen:.0f} s"
     return ""
 
 
 def heard_until(member: Member, config: FleetConfig) -> float:
-    """How long a connected worker counts as here if nothing more is heard of it."""
-    if member.is_vouched_for:
+    """How long a worker counts as heard if nothing more is heard of it."""
+    if member.is_vouched_for and member.connected:
         return math.inf
-    return member.last_seen + missed_heartbeats * max(member.heartbeat_s, config.heartbeat_s)
+    seen = member.away_since if member.is_vouched_for else member.last_seen
+    return seen + missed_heartbeats * max(member.heartbeat_s, config.heartbeat_s)
 
 
 def decide(members: Iterable[Member], now: float, config: FleetConfig) -> tuple[tuple[WorkerInfo, ...], str]:
@@ -172,9 +178,10 @@ class Roster:
 
     def disconnect(self, member: Member, connection: int, now: float) -> None:
         if member.connection == connection:
+            was_silent = now >= heard_until(member, self.config)
             self._num_connected -= member.connected
             member.connected = False
-            member.away_since = now
+            member.away_since = member.last_seen if was_silent else now
             member.progress = None
             self.disturbed(member)
             self.signal()

@@ -185,11 +185,12 @@ class ObjectStore:
             if not goes_on:
                 self._drop_partial(digest)
             self._require_room(size - _size(path))
-            if not goes_on:
-                _offset_path(path).write_bytes(bytes(_offset_bytes))  # before the file: its old bytes count as none
-                if not self.spares.take(path, size):
-                    path.touch()
             try:
+                if not goes_on:
+                    with full_disk_named(path, size):
+                        _offset_path(path).write_bytes(bytes(_offset_bytes))  # before the file: old bytes count as none
+                        if not self.spares.take(path, size):
+                            path.touch()
                 self._require_free(path, size)
             except ResourceError:
                 if not goes_on:

@@ -28,7 +28,8 @@ from potluck.worker.link import Link
 from potluck.worker.runner import Runner
 
 first_wait_s = 0.5
-longest_wait_s = 5.0
+longest_wait_s = 2.0
+"""A coordinator that comes back is found again so soon."""
 MAX_RUN_JSON_BYTES = 1 << 26
 MAX_SENTENCE_LENGTH = 500
 MAX_HEARTBEAT_S = 3600.0

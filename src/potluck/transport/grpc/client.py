@@ -95,7 +95,7 @@ class GrpcConnection:
             raise ConnectionLost("the connection is closed")
         channel = self._channels.get(bulk)
         if channel is None:
-            options = client_options(self.address, secure=self._identity is not None)
+            options = client_options(self.address, secure=self._identity is not None, bulk=bulk)
             if self._identity is None:
                 channel = grpc.aio.insecure_channel(self.address, options=options)
             else:

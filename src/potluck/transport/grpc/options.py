@@ -1,7 +1,8 @@
 """What every channel and server is set to, and the credentials they are given.
 
 Keepalive: both sides ping an idle connection each minute, well below the 5 to 10 minutes after which NATs and balancers
-drop it, and the server permits it, or gRPC would end the connection with `too_many_pings`.
+drop it, and the server permits it, or gRPC would end the connection with `too_many_pings`. A worker pings more often
+beside its heartbeats, where no bulk is in the way: a line that is dead without a word is noticed so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ Options = list[tuple[str, str | int]]
 keepalive_s = 60
 keepalive_timeout_s = 60
 """Long, since on a slow link a ping waits behind what is already in the socket's buffer."""
+control_keepalive_s, control_keepalive_timeout_s = 10, 20
 handshake_timeout_s = 20
 MAX_STREAMS = 64
 """Streams one connection may have open at once."""
@@ -36,12 +38,16 @@ class TlsIdentity:
     authority_pem: bytes
 
 
-def shared_options(limit_bytes: int) -> Options:
+def shared_options(limit_bytes: int, *, bulk: bool = True) -> Options:
+    time_s, timeout_s = keepalive_s, keepalive_timeout_s
+    if not bulk:
+        time_s, timeout_s = control_keepalive_s, control_keepalive_timeout_s
     return [
         ("grpc.max_receive_message_length", limit_bytes),
         ("grpc.max_send_message_length", -1),
-        ("grpc.keepalive_time_ms", keepalive_s * 1000),
-        ("grpc.keepalive_timeout_ms", keepalive_timeout_s * 1000),
+        ("grpc.keepalive_time_ms", time_s * 1000),
+        ("grpc.keepalive_timeout_ms", timeout_s * 1000),
+        ("grpc.http2.ping_timeout_ms", timeout_s * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
@@ -56,14 +62,14 @@ def server_options(limit_bytes: int = MAX_REQUEST_BYTES, *, max_connections: int
         ("grpc.so_reuseport", 0),  # else a second coordinator on the port would silently share its workers
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.server_handshake_timeout_ms", handshake_timeout_s * 1000),
-        ("grpc.http2.min_ping_interval_without_data_ms", keepalive_s * 1000 // 6),
+        ("grpc.http2.min_ping_interval_without_data_ms", control_keepalive_s * 1000 // 2),
     ]
 
 
-def client_options(address: str, *, secure: bool) -> Options:
-    """For one channel of its own. AddressError if a proxy variable cannot be understood."""
+def client_options(address: str, *, secure: bool, bulk: bool = True) -> Options:
+    """For one channel of its own, `bulk` or small messages only. AddressError if a proxy variable is not understood."""
     options: Options = [
-        *shared_options(MAX_MESSAGE_BYTES),
+        *shared_options(MAX_MESSAGE_BYTES, bulk=bulk),
         ("grpc.use_local_subchannel_pool", 1),  # else channels to one address share one TCP connection
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.min_reconnect_backoff_ms", handshake_timeout_s * 1000),  # this long a connection may take to come up
