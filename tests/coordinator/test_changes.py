@@ -44,6 +44,7 @@ def test_a_change_of_a_key_or_of_its_alternative() -> None:
         ("fleet.min_worker=1", "fleet.min_worker cannot change"),
         ("fleet.min_workers=0", "fleet.min_workers is 0 and must be at least 1"),
         ("fleet.min_workers", "is not of the form key=value"),
+        ("fleet.no_progress_s=inf", "fleet.no_progress_s is inf and must be a finite number"),
         ("", "cannot change"),
     ],
 )
@@ -106,7 +107,7 @@ def test_a_run_that_waits_for_more_workers_goes_on_when_it_is_told_to(tmp_path: 
         told_of = [o["text"] for o in snapshot(world.run)["operations"]]
         assert told_of[0] == "me set fleet.min_workers is 1, and was 3" and len(told_of) == 3
         await world.crash_coordinator()
-        world.plan = replanned(world.plan, with_changes(given, of_folder(tmp_path / "coordinator"))[0])
+        world.plan = replanned(world.plan, with_changes(given, of_folder(world.disk("coordinator")))[0])
         await world.start()
         await world.finish()
         return world
@@ -118,3 +119,28 @@ def test_a_run_that_waits_for_more_workers_goes_on_when_it_is_told_to(tmp_path: 
     assert [e.detail["key"] for e in world.events if e.kind == "changed"] == [
         "fleet.min_workers", "transfer.max_up_mbit", "budget.rounds",
     ]  # fmt: skip
+
+
+def test_a_shorter_patience_reaches_work_that_is_under_way(tmp_path: Path) -> None:
+    problem = Problem(num_rounds=1, validate=False, fleet=FleetConfig(min_workers=2, no_progress_s=900.0))
+    given = recipe("budget.rounds=1", "fleet.min_workers=2", "fleet.no_progress_s=900")
+
+    async def main() -> World:
+        world = World(
+            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), problem.make_deck, tmp_path, clock=VirtualClock(),
+            make_executor=InlineExecutor,
+        )  # fmt: skip
+        world.add("w1", cost_s=lambda _: 1.0)
+        world.add("w2", cost_s=lambda _: 1e6)
+        await world.start()
+        await world.clock.sleep(60.0)
+        assert world.run is not None
+        assert not [e for e in world.events if e.kind == "lost"]
+        await Changes(given, given).set(world.run, "fleet.no_progress_s=20", by="me")
+        await world.clock.sleep(5.0)
+        await world.finish()
+        return world
+
+    events = run_virtual(main()).events
+    (lost,) = [e for e in events if e.kind == "lost"]
+    assert lost.detail["worker"] == "w2" and "no progress" in lost.text

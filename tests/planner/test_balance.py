@@ -132,3 +132,17 @@ def test_before_anyone_has_worked_profiles_are_compared() -> None:
 def test_transfers_as_far_as_the_link_is_known() -> None:
     assert transfers_s(LinkRates(up_bytes_per_s=10.0, down_bytes_per_s=20.0, rtt_s=0.5), 100, 200) == 21.0
     assert transfers_s(LinkRates(), 100, 200) == 0.0
+
+
+@pytest.mark.parametrize("unit_s", [1e-312, 5e-324, 1e300, 0.0, -1.0])
+def test_times_that_no_worker_can_take_make_no_plan_fail(unit_s: float) -> None:
+    work = sequence_work(1000, 8, 4)
+    cpu = DeviceProfile(device="cpu", link=LinkRates(up_bytes_per_s=1e-18, down_bytes_per_s=1e-18))
+    known = {
+        WorkerId("a"): Measured(profile=cpu, unit_s=(unit_s,)),
+        WorkerId("b"): Measured(profile=cpu, unit_s=(1.0,)),
+    }
+    found = paces(known, work, up_bytes=1e6, down_bytes=1e6)
+    for of in ({**dict.fromkeys(known), **found}, fleet(Pace.bounded(unit_s, 1e300), Pace(unit_s=1.0))):
+        plan = balanced(of, mean_units=10)
+        assert sum(plan.values()) == 20 and min(plan.values()) >= 1

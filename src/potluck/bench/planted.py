@@ -75,7 +75,7 @@ plants = (
         file="fleet/live.py",
         right="""\
         is_first = bool(inline) or await self._lanes.ledger.run(
-            self.ledger.reply, message.round, lease.attempt, row, lease.issue
+            self.ledger.reply, message.round, lease.attempt, row, lease.issue, pace
         )
 """,
         wrong="""\
@@ -86,20 +86,20 @@ plants = (
         name="a deal that is not written with the leases it made",
         file="storage/ledger.py",
         right="""\
-                    (round, attempt, row.key, row.issue, row.worker, row.lease, row.status, row.reason),
-                )
+                [(round, attempt, x.key, x.issue, x.worker, x.lease, x.status, x.reason) for x in leases],
+            )
             self._put_deal(deal)
 """,
         wrong="""\
-                    (round, attempt, row.key, row.issue, row.worker, row.lease, row.status, row.reason),
-                )
+                [(round, attempt, x.key, x.issue, x.worker, x.lease, x.status, x.reason) for x in leases],
+            )
 """,
     ),
     Plant(
         name="leases of lost workers that are never given up",
         file="fleet/leases.py",
         right="""\
-    if gone := absence(member, now, config):
+    if gone:
         return gone
 """,
         wrong="",

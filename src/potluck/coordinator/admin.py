@@ -85,8 +85,7 @@ class Admin:
         self._drop(WorkerId(name))
         member = self._run.roster.members.get(WorkerId(name))
         if member is not None:
-            member.leaving = True
-            self._run.roster.signal()
+            self._run.roster.leave(member)
         self._run.tell("left", f"{name} was removed", worker=name, reason="removed by the operator")
         line = "; the shared join line no longer works, use `potluck invite`" if removal.line_withdrawn else ""
         return f"{name} is removed and its certificates are revoked{line}"

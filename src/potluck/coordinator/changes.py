@@ -6,7 +6,9 @@ then: who edits the recipe afterwards means it.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,11 @@ def changed(recipe: Recipe, setting: str) -> tuple[str, Recipe]:
         raise RecipeError(f"{key[:100]} cannot change while a run goes on; these can: {', '.join(LIVE_KEYS)}")
     table = recipe.to_json()
     apply_override(table, setting)
-    return key, parse_recipe(table, "the change")
+    recipe = parse_recipe(table, "the change")
+    value = _values(recipe, key)[key]
+    if isinstance(value, float) and not math.isfinite(value):  # the ledger keeps it as JSON
+        raise RecipeError(f"{key} is {value} and must be a finite number")
+    return key, recipe
 
 
 def with_changes(given: Recipe, operations: Iterable[Operation]) -> tuple[Recipe, list[str]]:
@@ -77,9 +83,14 @@ class Changes:
 
     def __init__(self, given: Recipe, now: Recipe) -> None:
         self._given, self.now = given, now
+        self._turn = asyncio.Lock()
 
     async def set(self, run: Coordinator, setting: str, *, by: str) -> str:
         """Set one key: written down first, then in force. The sentence that says so. RecipeError."""
+        async with self._turn:
+            return await self._set(run, setting, by=by)
+
+    async def _set(self, run: Coordinator, setting: str, *, by: str) -> str:
         key, recipe = changed(self.now, setting)
         rounds = run.state.round if run.state else 0
         operation = _operation(key, self._given, self.now, recipe, at=run.clock.time(), round=rounds, by=by)

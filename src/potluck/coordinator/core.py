@@ -428,7 +428,7 @@ class Coordinator:
         try:
             wait_s = last_validation_wait_s if self.finished(state) else None
             async with asyncio.timeout(wait_s):
-                await self.fleet.ready(self.config.min_workers)
+                await self.fleet.ready()
         except TimeoutError:  # the training is done and saved: nobody has to come back for a number
             self.tell("note", f"nobody was here to validate round {state.round}", round=state.round)
             return
@@ -494,9 +494,10 @@ class Coordinator:
         rows: list[dict[str, Any]] = []
         for id in sorted({*self._given, *self.roster.members}):
             row, traffic = self._given.get(id, _nothing(id)), self.traffic(id)
+            up, down = self._written.get(id, (0, 0))  # are in the row
             moved = {
-                "bytes_up": row["bytes_up"] + traffic.total_up,
-                "bytes_down": row["bytes_down"] + traffic.total_down,
+                "bytes_up": row["bytes_up"] + traffic.total_up - up,
+                "bytes_down": row["bytes_down"] + traffic.total_down - down,
             }
             rows.append({**row, **moved})
         return rows
@@ -522,6 +523,9 @@ class Coordinator:
             up, down = self._written.get(id, (0, 0))
             moved[id] = (traffic.total_up - up, traffic.total_down - down)
             self._written[id] = (traffic.total_up, traffic.total_down)
+            given = self._given.setdefault(id, _nothing(id))
+            given["bytes_up"] += traffic.total_up - up
+            given["bytes_down"] += traffic.total_down - down
         self.ledger.add_traffic(moved)
 
     def tell(self, kind: str, text: str, **detail: Any) -> None:

@@ -34,6 +34,8 @@ MAX_ERROR_LENGTH = 500
 MAX_ACTIVITY_LENGTH = 40
 note_interval_s = 1.0
 """A worker's remarks are heard no more often; it repeats the last one with each report."""
+longest_claim_s = 1e6
+"""Of work that was handed out before this process began."""
 MAX_MAGNITUDE = 1e30
 """Of a scalar: sums of such numbers and their quotients are finite."""
 MAX_OWN_TOKENS = 1 << 40
@@ -187,6 +189,9 @@ class Intake:
             await self._fleet.fail(lease, reason)
             self._fleet.roster.refused(member, reason, self._clock.now())
             return
+        if lease.id not in self._fleet.book.open:
+            self._verdict(member, lease.id, "dropped", "nobody waits for it any more")
+            return
         self.inline.pop((member.id, lease.id), None)
         self._fleet.roster.succeeded(member)
         is_first = True
@@ -203,7 +208,7 @@ class Intake:
 
     def _seconds(self, lease: OpenLease, result: pb.TaskResult) -> float:
         """How long it took: as the worker says, but no longer than it had the lease. Deadlines are made of it."""
-        had_s = self._clock.now() - lease.issued_at
+        had_s = longest_claim_s if lease.is_taken_over else self._clock.now() - lease.issued_at
         return min(result.seconds, had_s) if result.seconds >= 0.0 else had_s
 
     def _has(self, digest: str) -> bool:

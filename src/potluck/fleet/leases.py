@@ -55,6 +55,7 @@ class OpenLease:
     issued_at: float
     progress_at: float
     outcome: asyncio.Future[Outcome]
+    is_taken_over: bool = False  # from an earlier process: how long its worker has had it is not known
     started_at: float = 0.0  # when it was first seen to be worked on, 0 for not yet
     worked_until: float = 0.0  # when its result was first seen on its way, 0 for not yet
     claims: Claims = field(default_factory=Claims)

@@ -23,7 +23,7 @@ from potluck.fleet.config import FleetConfig
 from potluck.fleet.data import DataPlane
 from potluck.fleet.encoding import UpEncoding
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, wire_attempt
-from potluck.fleet.paces import PACES, Paces, read_paces
+from potluck.fleet.paces import Paces, cohort, facts
 from potluck.fleet.publisher import Publisher
 from potluck.fleet.reduction import Updates, check_reduction
 from potluck.fleet.roster import LeaseId, Roster, decide
@@ -38,7 +38,6 @@ from potluck.strategies.task import BoundTask, EncodedArguments, encode_argument
 from potluck.types.errors import RoundFailed, RunStopped
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Params
-from potluck.types.profile import DeviceProfile
 
 max_task_failures = 3
 
@@ -65,7 +64,7 @@ class LiveFleet:
         self.encoding = UpEncoding(run, roster, lanes.compute)
         self.publisher, self.updates = publisher, updates
         self.book = LeaseBook()
-        self.watching = Watch(roster, self.book, config, clock, lose=self._lose)
+        self.watching = Watch(roster, self.book, clock, lose=self._lose)
         self.floating = Attempt(round=FLOATING)
         self._now = Attempt()
         self.operands: dict[LeaseId, tuple[Tensor, ...]] = {}  # inline tensors of open leases
@@ -83,20 +82,22 @@ class LiveFleet:
 
     @property
     def run(self) -> RunFacts:
-        return self._run
+        return facts(self._run, self._now.decisions)
 
     def adopt(self, run: RunFacts, config: FleetConfig) -> None:
         """Go by these from now on; a round that is under way keeps the facts that it began with."""
         self._run, self.config, self.roster.config = run, config, config
+        self.paces.adopt(run)
+        for member in self.roster.members.values():
+            self.watching.reconsider(member)  # its work may be waited for less long now
 
     # The loop's side: attempts
 
     async def begin(self, round: int, attempt: int) -> None:
         """Work on this attempt from now on, with whatever the ledger has of it."""
         await self.ready(1)  # whoever was here may have left meanwhile, and a round needs someone
-        first: dict[str, Any] = {"cohort": [w.id for w in self.roster.here(self._clock.now())]}
-        if self.config.balance == "time":
-            first[PACES] = self.paces.decided(first["cohort"])
+        here = [w.id for w in self.roster.here(self._clock.now())]
+        first = self.paces.first(here, balance=self.config.balance == "time")
         self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt, first)
         self._inline.clear()
         self.overflowed.clear()
@@ -109,7 +110,7 @@ class LiveFleet:
         self.versions = await self._lanes.ledger.run(self.ledger.versions)
         for rows in self.floating.leases.values():
             if rows[-1].status == "open":
-                self._attach(rows[-1], attempt=0, expects=None)
+                self._attach(rows[-1], attempt=0, expects=None).is_taken_over = True
 
     async def recover_attempt(self, round: int, attempt: int) -> None:
         """After a restart: what the open attempt handed out, so that workers go on with it until it is claimed."""
@@ -117,7 +118,8 @@ class LiveFleet:
         for rows in self._now.leases.values():
             for row in rows:
                 if row.status == "open" and row.key not in self._now.replies:
-                    self._attach(row, attempt=attempt, expects=None).claimed = False
+                    lease = self._attach(row, attempt=attempt, expects=None)
+                    lease.claimed, lease.is_taken_over = False, True
 
     def accepted(self) -> tuple[ReplyRow, ...]:
         """The replies that the verbs of this attempt returned, in the order of their keys."""
@@ -220,6 +222,8 @@ class LiveFleet:
         is_first = bool(inline) or await self._lanes.ledger.run(
             self.ledger.reply, message.round, lease.attempt, row, lease.issue, pace
         )
+        if lease.id not in self.book.open:
+            return False  # given up while this was written down: its round is over
         holder = self.floating if message.round == FLOATING else self._now
         is_present = holder.round == message.round and holder.attempt == lease.attempt
         if not is_first or (is_present and row.key in holder.replies):
@@ -245,12 +249,7 @@ class LiveFleet:
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Who was here when the attempt began, as it was written down then."""
-        members, unknown = self.roster.members, DeviceProfile(device="cpu")
-        ids = [WorkerId(w) for w in self._now.decisions.get("cohort", ())]
-        paces = read_paces(self._now.decisions.get(PACES, {}))
-        return tuple(
-            WorkerInfo(id=w, profile=members[w].profile if w in members else unknown, pace=paces.get(w)) for w in ids
-        )
+        return cohort(self._now.decisions, self.roster.members)
 
     async def ready(self, num_workers: int = 0) -> None:
         """Wait until that many workers are here, never for a particular one; 0 for the recipe's `min_workers`.
@@ -275,7 +274,7 @@ class LiveFleet:
             if said != (said := (names, sum(bool(m.quarantined) for m in self.roster.members.values()))):
                 self.waits(self.phase)
             await self._wait_a_little()
-            while self.roster.num_connected < num_workers and self._clock.now() - now < tick_s:
+            while self.roster.num_connected < needed and self._clock.now() - now < tick_s:
                 await self._wait_a_little()  # each of a thousand who come is no reason to look at all of them
 
     async def _wait_a_little(self) -> None:

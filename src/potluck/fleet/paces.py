@@ -6,15 +6,18 @@ So a strategy that balances its work by it plans the same when the round is run 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-from potluck.fleet.roster import Roster
+from potluck.fleet.roster import Member, Roster
 from potluck.planner.balance import Measured, Pace, num_recent, paces, sequence_work
-from potluck.strategies.run import RunFacts
+from potluck.strategies.fleet import WorkerInfo
+from potluck.strategies.run import Budget, RunFacts
 from potluck.types.ids import WorkerId
+from potluck.types.profile import DeviceProfile
 
-PACES = "paces"
-"""The decision's name."""
+COHORT, PACES, BUDGET = "cohort", "paces", "budget"
+"""Names of decisions that an attempt begins with."""
 _digits = 4
 """What times differ by beyond that is noise, and should not make plans differ."""
 
@@ -37,6 +40,15 @@ class Paces:
         """What the ledger has kept."""
         self.seconds = {WorkerId(worker): past for worker, past in seconds.items()}
 
+    def first(self, here: Sequence[WorkerId], *, balance: bool) -> dict[str, Any]:
+        """What an attempt begins with."""
+        found: dict[str, Any] = {COHORT: list(here), BUDGET: asdict(self._run.budget)}
+        return {**found, PACES: self.decided(here)} if balance else found
+
+    def adopt(self, run: RunFacts) -> None:
+        """The run's facts have changed."""
+        self._run = run
+
     def decided(self, here: Sequence[WorkerId]) -> Any:
         """The paces of those who are here and of whom anything is known, as JSON."""
         known = {
@@ -49,9 +61,20 @@ class Paces:
         return {id: [_rounded(pace.unit_s), _rounded(pace.fixed_s)] for id, pace in found.items()}
 
 
-def read_paces(decided: Mapping[str, Sequence[float]]) -> dict[WorkerId, Pace]:
-    """What `Paces.decided` gave."""
-    return {WorkerId(worker): Pace(unit_s=unit_s, fixed_s=fixed_s) for worker, (unit_s, fixed_s) in decided.items()}
+def cohort(decisions: Mapping[str, Any], members: Mapping[WorkerId, Member]) -> tuple[WorkerInfo, ...]:
+    """Who takes part in an attempt, in the order of ids, each at the pace that was decided: by its decisions."""
+    paces = {id: Pace.bounded(*pace) for id, pace in decisions.get(PACES, {}).items()}
+    unknown = DeviceProfile(device="cpu")
+    return tuple(
+        WorkerInfo(id=id, profile=members[id].profile if id in members else unknown, pace=paces.get(id))
+        for id in map(WorkerId, decisions.get(COHORT, ()))
+    )
+
+
+def facts(run: RunFacts, decisions: Mapping[str, Any]) -> RunFacts:
+    """With the budget that an attempt began with: run again after a restart, it plans as the first time."""
+    budget = decisions.get(BUDGET)
+    return replace(run, budget=Budget(**budget)) if budget else run
 
 
 def _rounded(seconds: float) -> float:

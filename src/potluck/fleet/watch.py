@@ -23,16 +23,21 @@ class Watch:
     """`lose` gives a lease up, with the reason, and writes that down."""
 
     def __init__(
-        self, roster: Roster, book: LeaseBook, config: FleetConfig, clock: Clock, *,
+        self, roster: Roster, book: LeaseBook, clock: Clock, *,
         lose: Callable[[OpenLease, str], Awaitable[None]],
     ) -> None:  # fmt: skip
-        self._roster, self._book, self._config, self._clock, self._lose = roster, book, config, clock, lose
-        self._longest_s = max(tick_s, config.heartbeat_s / 4)
+        self._roster, self._book, self._clock, self._lose = roster, book, clock, lose
+        self._longest_s = max(tick_s, roster.config.heartbeat_s / 4)
         self.held_back: Callable[[], Iterable[WorkerId]] = lambda: ()  # whose bytes wait here, for a limit of rates
         self.late: Callable[[OpenLease, float], None] = lambda _lease, _worked_s: None  # hears what took too long
         self._absent: dict[int, OpenLease] = {}  # whose worker may come back as long as others work on the round
         roster.disturbed = self.reconsider
         book.closed = self._closed
+
+    @property
+    def _config(self) -> FleetConfig:
+        """As it is now: some of it may be `set` in mid-run."""
+        return self._roster.config
 
     async def run(self) -> None:
         """As long as the fleet."""

@@ -29,6 +29,8 @@ least_gain = 0.05
 num_recent = 3
 """Last observations whose median is a worker's pace: one that stands out says nothing, a lasting change soon counts."""
 _num_bisections = 100
+least_s, most_s = 1e-9, 1e9
+"""No unit of work takes less or more: times come from workers, which may say anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,11 @@ class Pace:
 
     unit_s: float
     fixed_s: float = 0.0
+
+    @staticmethod
+    def bounded(unit_s: float, fixed_s: float) -> Pace:
+        """Of numbers that come from workers."""
+        return Pace(unit_s=min(max(unit_s, least_s), most_s), fixed_s=min(max(fixed_s, 0.0), most_s))
 
     def of_units(self, num_units: int) -> Pace:
         """The same worker where so many units count as one."""
@@ -109,14 +116,14 @@ def paces(
     found: dict[WorkerId, float] = {}
     modelled = {worker: seconds for worker, known in workers.items() if (seconds := _model_s(known.profile, work))}
     for worker, known in workers.items():
-        if taken := [s for s in known.unit_s if 0 < s < math.inf]:
+        if taken := [s for s in known.unit_s if least_s <= s <= most_s]:
             found[worker] = statistics.median(taken)
     ratios = [seconds / modelled[worker] for worker, seconds in found.items() if worker in modelled]
     correction = statistics.median(ratios) if ratios else 1.0
     if ratios or not found:  # a model that nothing ties to the clock says how newcomers compare, not with the others
         found |= {worker: seconds * correction for worker, seconds in modelled.items() if worker not in found}
     return {
-        worker: Pace(unit_s=seconds, fixed_s=transfers_s(workers[worker].profile.link, up_bytes, down_bytes))
+        worker: Pace.bounded(seconds, transfers_s(workers[worker].profile.link, up_bytes, down_bytes))
         for worker, seconds in found.items()
     }
 

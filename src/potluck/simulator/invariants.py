@@ -25,7 +25,7 @@ from torch import Tensor
 
 from potluck.codecs.bundle import Bundle
 from potluck.coordinator.core import Coordinator
-from potluck.fleet.paces import PACES, read_paces
+from potluck.fleet.paces import cohort, facts
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb
 from potluck.storage.ledger import ReplyRow
@@ -35,7 +35,6 @@ from potluck.strategies.state import State
 from potluck.strategies.task import BoundTask
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Fragment, Params
-from potluck.types.profile import DeviceProfile
 
 Position = tuple[int, str, int]
 """epoch, shard, sequence"""
@@ -223,14 +222,10 @@ class PlainFleet:
 
     @property
     def run(self) -> RunFacts:
-        return self._coordinator.facts
+        return facts(self._coordinator.facts, self._decided)
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        members, unknown = self._coordinator.roster.members, DeviceProfile(device="cpu")
-        ids, paces = [WorkerId(w) for w in self._decided.get("cohort", ())], read_paces(self._decided.get(PACES, {}))
-        return tuple(
-            WorkerInfo(id=w, profile=members[w].profile if w in members else unknown, pace=paces.get(w)) for w in ids
-        )
+        return cohort(self._decided, self._coordinator.roster.members)
 
     async def call(
         self, tasks: Mapping[WorkerId, BoundTask], *, key: str, min_replies: int, reduce: Reduction | None = None

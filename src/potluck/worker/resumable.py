@@ -122,9 +122,11 @@ class ResumableReplica:
     def _otherwise(self) -> TorchReplica:
         """The replica as it is now, for what is not among the calls that are told again."""
         self._catch_up()
-        self.is_plain = False
         if self._suspending.is_set():
+            if self.is_plain and self._steps:
+                self._save()
             raise TaskSuspended
+        self.is_plain = False
         return self._replica
 
     def _catch_up(self) -> None:
