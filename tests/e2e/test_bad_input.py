@@ -42,11 +42,11 @@ def write_lines(path: Path, *, bad: str = "") -> Path:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Every file of a folder by content, but for the lock and what SQLite folds away."""
+    """Every file of a folder by content, but for the lock, the mark of this boot and what SQLite folds away."""
     return {
         p.relative_to(folder).as_posix(): digest_file(p)
         for p in sorted(folder.rglob("*"))
-        if p.is_file() and p.name != "lock" and not p.name.endswith(("-wal", "-shm"))
+        if p.is_file() and p.name not in ("lock", "boot") and not p.name.endswith(("-wal", "-shm"))
     }
 
 
