@@ -14,6 +14,7 @@ import signal
 import statistics
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,8 +25,14 @@ from potluck.bench.nursery import Nursery, nursery
 from potluck.bench.site import Site, site, write_corpus
 from potluck.bench.wire import Way, WireLoop, wire_loop
 from potluck.coordinator.core import VALIDATION_ATTEMPT
+from potluck.coordinator.prepare import sketch
+from potluck.coordinator.recipe import parse_recipe
 from potluck.fleet.roster import missed_heartbeats
 from potluck.planner.deadline import deadline_s
+from potluck.planner.flops import step_work
+from potluck.planner.memory import ModelDims
+from potluck.simulator.fleets import Device
+from potluck.simulator.scale import simulate_scale
 from potluck.storage.digest import digest_file
 
 heartbeat_s = 2.0
@@ -294,7 +301,7 @@ def _live_or_die(run: Site, name: str, life: _Life) -> None:
 
 
 def throttled(bench: _Bench, num_rounds: int) -> dict[str, Any]:
-    """Four workers over 5 Mbit/s up, 20 down and 40 ms there and back, in rounds of 3 s of steps."""
+    """Four workers over 5 Mbit/s up, 20 down and 40 ms there and back, in rounds of 3 s of steps; and as simulated."""
     names = ("w1", "w2", "w3", "w4")
     model = 'config = { model_type = "gpt2", n_layer = 4, n_embd = 128, n_head = 4, n_positions = 32 }'
     sections = {"model": model, "strategy": _paced(12, 0.25), "fleet": f"min_workers = 4\nheartbeat_s = {heartbeat_s}"}
@@ -310,10 +317,29 @@ def throttled(bench: _Bench, num_rounds: int) -> dict[str, Any]:
         seconds = [e["seconds"] for e in run.rounds()][1 : num_rounds + 1]
         after = {way: sum(getattr(wire, way).num_bytes for wire in run.wires.values()) for way in moved}
     per_worker = len(names) * num_rounds * 1e6
+    predicted_s = _predicted_round_s(model, len(names), num_rounds)
     return {
+        "predicted_round_s": round(predicted_s, 3),
+        "predicted_over_observed_ratio": round(predicted_s / statistics.median(seconds), 3),
         "round_s": [round(s, 3) for s in seconds],
         "round_s_median": round(statistics.median(seconds), 3),
         "steps_s": 12 * 0.25,
         "up_mb_per_worker_and_round": round((after["up"] - moved["up"]) / per_worker, 3),
         "down_mb_per_worker_and_round": round((after["down"] - moved["down"]) / per_worker, 3),
     }
+
+
+def _predicted_round_s(model: str, num_workers: int, num_rounds: int) -> float:
+    """What the simulator says of the same recipe, on devices with steps as long and links as the wires are."""
+    num_steps, step_s = 12, 0.25
+    plain = f'name = "diloco"\nnum_inner_steps = {num_steps}\ninner = {{ lr = 2e-3, batch_size = 4, warmup = 0.0 }}'
+    recipe = parse_recipe(tomllib.loads(_recipe(model=model, strategy=plain, budget=f"rounds = {num_rounds + 1}")))
+    plan = sketch(recipe)
+    dims = ModelDims.of(plan.spec.model_config_json, plan.layout.numel)
+    tokens = plan.spec.inner.sequences_per_step * plan.spec.seq_len
+    flops = step_work(dims, seq_len=plan.spec.seq_len, num_tokens=tokens).flops / step_s
+    device = Device(
+        name="w", count=num_workers, flops=(flops, flops), up_bytes_per_s=(up_bytes_per_s, up_bytes_per_s),
+        down_bytes_per_s=(down_bytes_per_s, down_bytes_per_s), rtt_s=(2 * one_way_s, 2 * one_way_s),
+    )  # fmt: skip
+    return statistics.median(simulate_scale(plan, [device]).round_s[1:])
