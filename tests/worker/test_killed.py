@@ -202,7 +202,7 @@ def test_a_finished_update_is_sent_on_and_not_computed_again(
     def arrived(world: World) -> int:
         assert world.run is not None
         partials = list(world.run.objects._partials.values())
-        return max((p.offset for p in partials if world.run.uploads[p.digest][2].endswith("/w1")), default=0)
+        return max((p.offset for p in partials if world.run.uploads.lease_of(p.digest)[2].endswith("/w1")), default=0)
 
     async def kill(world: Watched) -> None:
         await until(world, lambda: round_is(world, 1))

@@ -18,6 +18,10 @@ class Uploads:
     def __contains__(self, digest: Digest) -> bool:
         return digest in self._lease
 
+    def lease_of(self, digest: Digest) -> LeaseId:
+        """Of an object that is here; KeyError for another one."""
+        return self._lease[digest]
+
     def add(self, digest: Digest, lease: LeaseId) -> None:
         self._forget(digest)
         self._lease[digest] = lease
