@@ -15,7 +15,7 @@ from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile
 
 missed_heartbeats = 3
-most_reports_per_s = 250.0
+most_reports_per_s = 150.0
 """Of all workers together: a larger fleet is asked for fewer signs of life from each."""
 history_length = 16
 
