@@ -261,22 +261,28 @@ class PlainFleet:
         return float(self.values[handle].double().norm())
 
     async def next(self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str) -> Reply:
-        raise NotImplementedError(key)
+        raise _unplayed(key)
 
     async def map(self, tasks: Sequence[BoundTask], *, key: str) -> tuple[Reply, ...]:
-        raise NotImplementedError(key)
+        raise _unplayed(key)
 
     async def open(self, worker: WorkerId, task: BoundTask, *, key: str) -> None:
-        raise NotImplementedError(key)
+        raise _unplayed(key)
 
     async def send(self, key: str, step: int, arguments: Mapping[str, Any]) -> None:
-        raise NotImplementedError(key)
+        raise _unplayed(key)
 
     async def receive(self, key: str, step: int) -> Reply:
-        raise NotImplementedError(key)
+        raise _unplayed(key)
 
     async def close(self, key: str) -> None:
-        raise NotImplementedError(key)
+        raise _unplayed(key)
+
+
+def _unplayed(key: str) -> Exception:
+    return NotImplementedError(
+        f"{key}: only rounds made of `call` and `apply` are recomputed; teach PlainFleet this verb"
+    )
 
 
 def plainly(round: Any) -> Any:
