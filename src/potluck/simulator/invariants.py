@@ -280,9 +280,7 @@ class PlainFleet:
 
 
 def _unplayed(key: str) -> Exception:
-    return NotImplementedError(
-        f"{key}: only rounds made of `call` and `apply` are recomputed; teach PlainFleet this verb"
-    )
+    return NotImplementedError(f"{key}: only rounds of `call` and `apply` are recomputed; teach PlainFleet the verb")
 
 
 def plainly(round: Any) -> Any:
