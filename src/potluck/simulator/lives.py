@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from potluck.clock import Executor
+from potluck.clock.conversation import Ask
 from potluck.types.errors import ConnectionLost
 
 T = TypeVar("T")
@@ -108,6 +109,12 @@ class LifeExecutor:
         except Killed:
             await self._life.point()
             raise  # not reached
+        await self._life.point()
+        return result
+
+    async def converse(self, work: Callable[[Ask], T]) -> T:
+        await self._life.point()
+        result = await self._inner.converse(work)
         await self._life.point()
         return result
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from potluck.aggregation.combine import Combined
 from potluck.aggregation.report import Report
+from potluck.clock.conversation import Ask, in_turns
 from potluck.clock import Clock, Executor
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import flat_size
@@ -94,6 +95,9 @@ class MeteredExecutor:
             heapq.heappush(self._free_at, end)
             await self._clock.sleep(end - now)
         return result
+
+    async def converse(self, work: Callable[[Ask], T]) -> T:
+        return await in_turns(work)
 
     def close(self) -> None:
         pass

@@ -30,7 +30,9 @@ from potluck.types.ids import Digest
 from potluck.types.untrusted import printable
 from potluck.types.vector import Vector
 from potluck.worker.feedback import write_update
+from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
+from potluck.worker.pieces import Pieces
 from potluck.worker.replica import TorchReplica
 from potluck.worker.resumable import TaskSuspended
 from potluck.worker.session import Post
@@ -64,17 +66,17 @@ class Runner:
     """Holds what is wanted, does it in order, and keeps results until they are acknowledged."""
 
     def __init__(
-        self, *, spec: RunSpec, folder: RunFolder, trainer: Trainer, sources: Sources, link: Link, clock: Clock,
+        self, *, spec: RunSpec, folder: RunFolder, trainer: Trainer | HollowTrainer, sources: Sources, link: Link, clock: Clock,
         compute: Executor, files: Executor, note: Callable[[str], None],
-        cost_s: Callable[[pb.Lease], float] = lambda _: 0.0, share: MachineShare | None = None,
+        cost_s: Callable[[pb.Lease], float] = lambda _: 0.0, share: MachineShare | None = None, pieces: Pieces | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.trainer, self.sources, self.link = folder, trainer, sources, link
         self._clock, self._compute, self._files, self._note, self._cost_s = clock, compute, files, note, cost_s
-        self._share = share
+        self._share, self.pieces = share, pieces
         self._spec, self._up_rules = spec, CodecPolicy.from_json("fp32", spec.up_rules).rules
         self.wanted: dict[LeaseId, pb.Lease] = {}
         self.results: dict[LeaseId, pb.TaskResult] = {}
-        self.inline_results: dict[LeaseId, bytes] = {}  # packed
+        self.inline_results: dict[LeaseId, bytearray] = {}  # packed
         self.operands: dict[LeaseId, dict[str, Tensor]] = {}
         self.current: LeaseId | None = None
         self.activity = ("waiting", 0)
@@ -144,11 +146,15 @@ class Runner:
     def hold(self) -> None:
         """Stop training after the step under way and begin nothing more, until `release`. A session goes on."""
         self.held = True
+        if self.pieces is not None:
+            self.pieces.hold()
         if not self.posts:
             self.trainer.suspend()
 
     def release(self) -> None:
         self.held = False
+        if self.pieces is not None:
+            self.pieces.release()
         self._wake.set()
 
     async def _tidy(self, versions: list[str]) -> None:
