@@ -65,16 +65,18 @@ class ThreadExecutor:
 
     def __init__(self, num_threads: int = 1, name: str = "potluck") -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._talks = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-talk")  # what these ask may need the others
 
     async def run(self, fn: Callable[..., T], *args: Any, cost_s: float = 0.0) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, fn, *args)
 
     async def converse(self, work: Callable[[Ask], T]) -> T:
         loop = asyncio.get_running_loop()
-        return await side_by_side(work, lambda run: loop.run_in_executor(self._pool, run))
+        return await side_by_side(work, lambda run: loop.run_in_executor(self._talks, run))
 
     def close(self) -> None:
         """Drop what has not begun and wait for what has: it may write to a folder that is about to be let go."""
+        self._talks.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
 
 

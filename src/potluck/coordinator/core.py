@@ -124,6 +124,7 @@ class Coordinator:
             updates=kit.updates(facts, params, objects), data=deck, clock=clock, lanes=lanes,
         )  # fmt: skip
         self.fleet.lost = lambda worker, reason: self.tell("lost", reason, worker=worker, reason=reason)
+        self.fleet.spreader.refused = self.fleet.lost
         self.fleet.encoding.told = lambda worker, reason: self.tell("codec", reason, worker=worker, reason=reason)
         self.fleet.waits = lambda text: self.tell("waiting", text, reason=text)
         self.fleet.combined = self._combined
@@ -167,6 +168,7 @@ class Coordinator:
             facts = RunFacts(
                 seed=plan.spec.seed,
                 layout=plan.layout,
+                model_config=plan.spec.model_config_json,
                 initial=params.find("initial", plan.layout.numel) or params.create("initial", plan.initial()),
                 zeros=params.zeros("zeros", plan.layout.numel),
                 seq_len=plan.spec.seq_len,

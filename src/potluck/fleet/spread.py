@@ -95,7 +95,7 @@ class Spreader:
         self._streams: dict[WorkerId, Lane] = {}
         self._plays: set[Play] = set()
         self._ids = itertools.count(1)
-        self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of pieces that were lost
+        self.refused: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of faults of a worker
 
     # What a strategy asks
 
@@ -129,7 +129,7 @@ class Spreader:
                 self._withdraw(flight)
         if play.error is not None or play.bag.is_done:
             return
-        for worker, piece in play.bag.issue(self._here(now), now):
+        for worker, piece in play.bag.issue(self.here(), now):
             lane = self._streams.get(worker)
             if lane is None:
                 play.bag.lose(worker, piece, f"{worker} has gone", now)
@@ -155,7 +155,9 @@ class Spreader:
             await self._roster.change()
             play.changed.set()
 
-    def _here(self, now: float) -> tuple[WorkerInfo, ...]:
+    def here(self) -> tuple[WorkerInfo, ...]:
+        """Who could do a piece at this moment."""
+        now = self._clock.now()
         return tuple(
             info
             for info in self._roster.here(now)
@@ -181,7 +183,6 @@ class Spreader:
         except Exception as error:
             flight.play.error = error
         flight.play.changed.set()
-        self.lost(flight.lane.member.id, reason)
 
     def _withdraw(self, flight: Flight) -> None:
         lane = flight.lane
@@ -274,6 +275,7 @@ class Spreader:
                 self._lose(flight, reason, now)
                 if not reply.declined:
                     self._roster.failed(member, reason, now)
+                    self.refused(member.id, reason)
                 return
             try:
                 await self._transfers.run(_take, flight, reply, member.id, now)
@@ -282,6 +284,7 @@ class Spreader:
                 self._over(flight)
                 self._lose(flight, reason, now)
                 self._roster.refused(member, reason, now)
+                self.refused(member.id, reason)
                 return
             except Exception as error:
                 play.error = error

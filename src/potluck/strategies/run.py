@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -70,6 +71,7 @@ class RunFacts:
 
     seed: int
     layout: Layout
+    model_config: Mapping[str, Any]  # a transformers configuration
     initial: Params
     zeros: Params  # a vector of zeros of the model's size
     seq_len: int

@@ -151,7 +151,9 @@ class PieceJoiner:
             self._open[id] = _Part(head)
         part = self._open.get(id)
         if part is None or offset != len(part.data) or offset + len(data) > total:
-            raise CorruptError(f"a frame of piece {id} at offset {offset} of {total} does not continue what came before")
+            raise CorruptError(
+                f"a frame of piece {id} at offset {offset} of {total} does not continue what came before"
+            )
         if len(self._open) > MAX_PARTIAL:
             raise CorruptError(f"more than {MAX_PARTIAL} pieces are here in part")
         if not len(data) and total:
