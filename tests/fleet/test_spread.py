@@ -108,7 +108,7 @@ class HeadOnly:
 
     async def run_round(self, state: State, fleet: Fleet) -> State:
         def work(head: Head) -> Result:
-            (tokens,) = [batch for batch in head.batches()]
+            (tokens,) = list(head.batches())
             generator = torch.Generator().manual_seed(int(tokens.sum()))
             bag = Rows(torch.randn(24, 16, generator=generator), torch.randn(16, 8, generator=generator))
             HeadOnly.bags.append(bag)

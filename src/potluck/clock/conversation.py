@@ -35,7 +35,7 @@ class Conversation(Generic[T]):
         self._stopped = False
         self._turn = threading.Lock()
         self.said = threading.Event()  # something is to be heard
-        self.heard: Callable[[], None] = lambda: None  # is told so too
+        self.heard: Callable[[], object] = lambda: None  # is told so too
         self._result: tuple[Any, BaseException | None] | None = None
 
     # In the thread

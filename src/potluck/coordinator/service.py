@@ -15,7 +15,7 @@ from potluck.coordinator.core import Coordinator
 from potluck.coordinator.status import snapshot
 from potluck.fleet.leases import OpenLease
 from potluck.fleet.roster import LeaseId, Member, missed_heartbeats
-from potluck.fleet.spread import Lane, reply_joiner
+from potluck.fleet.spread import Lane
 from potluck.fleet.watch import tick_s
 from potluck.protocol import check_version, parse, pb, upload_purpose, version
 from potluck.protocol.frames import unpack_data
@@ -240,7 +240,7 @@ class CoordinatorService:
         assembler = Assembler(
             MAX_INLINE_BYTES, wanted=lambda name: (lease := held.get(name)) is not None and lease.worker == member.id
         )
-        joiner = reply_joiner(lane)
+        joiner = self.run.fleet.spreader.joiner(lane)
         while (frame := await channel.receive()) is not None:
             try:
                 head, data = unpack_data(frame)

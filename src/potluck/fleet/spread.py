@@ -15,7 +15,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from potluck.clock import Clock, Executor
 from potluck.codecs.bundle import pack_tensors, unpack_tensors
 from potluck.fleet.roster import Member, Roster, heard_until, silence
+from potluck.planner.link import LinkMeter
 from potluck.strategies.bag import Bag, Piece
 from potluck.strategies.fleet import WorkerInfo
 from potluck.transport.pieces import (
@@ -39,6 +40,8 @@ from potluck.types.untrusted import printable
 head_room_bytes = 1 << 16
 """Of a reply, beyond the memory that its piece was planned with."""
 max_reply_bytes = 1 << 31
+least_heard_bytes = 1 << 16
+"""Fewer tell more of the noise than of the link."""
 MAX_ERROR_LENGTH = 300
 
 
@@ -50,7 +53,8 @@ class Flight:
     piece: Piece
     play: Play
     lane: Lane
-    is_sent: bool = False
+    sent_at: float = 0.0  # when all of it was on its way, 0 for not yet
+    is_begun: bool = False
     sends_all: bool = False  # a shard that it was thought to keep is missing there
 
 
@@ -95,6 +99,7 @@ class Spreader:
         self._streams: dict[WorkerId, Lane] = {}
         self._plays: set[Play] = set()
         self._ids = itertools.count(1)
+        self.meters: dict[WorkerId, LinkMeter] = {}
         self.refused: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of faults of a worker
 
     # What a strategy asks
@@ -159,10 +164,18 @@ class Spreader:
         """Who could do a piece at this moment."""
         now = self._clock.now()
         return tuple(
-            info
+            self._measured(info)
             for info in self._roster.here(now)
             if (lane := self._streams.get(info.id)) is not None and not self._why_lost(lane, now)
         )
+
+    def _measured(self, info: WorkerInfo) -> WorkerInfo:
+        """With what pieces have shown of its link."""
+        meter = self.meters.get(info.id)
+        if meter is None:
+            return info
+        known = {name: value for name, value in asdict(meter.rates).items() if value}
+        return replace(info, profile=replace(info.profile, link=replace(info.profile.link, **known)))
 
     def _why_lost(self, lane: Lane, now: float) -> str:
         member = lane.member
@@ -187,7 +200,7 @@ class Spreader:
     def _withdraw(self, flight: Flight) -> None:
         lane = flight.lane
         flight.play.flights.discard(flight)
-        if lane.flights.pop(flight.id, None) is not None and flight.is_sent:
+        if lane.flights.pop(flight.id, None) is not None and flight.is_begun:
             lane.withdrawn.append(flight.id)
             lane.ready.set()
 
@@ -231,14 +244,19 @@ class Spreader:
             for key, operand in piece.operands.items()
         }
         kept = frozenset(key for key, name in names.items() if name and name in lane.kept and not flight.sends_all)
-        flight.is_sent = True
+        flight.is_begun = True
         bundle = await self._transfers.run(_pack, {k: o.values for k, o in piece.operands.items() if k not in kept})
         request = PieceRequest(
             id=flight.id, task=piece.task, arguments=piece.arguments, operands=names, kept=kept, bundle=bundle
         )
         for frame in piece_frames(request):
             await send(frame)
+        flight.sent_at = self._clock.now()
         lane.kept.update(name for name in names.values() if name)
+
+    def joiner(self, lane: Lane) -> PieceJoiner:
+        """For the replies of one stream."""
+        return PieceJoiner(lane.most_bytes, self._clock.now)
 
     async def read(self, lane: Lane, joiner: PieceJoiner, head: Mapping[str, Any], data: memoryview) -> None:
         """Take one frame of the stream in. Refused if it is nonsense."""
@@ -249,7 +267,7 @@ class Spreader:
                 return
             if (done := joiner.add(head, data)) is None:
                 return
-            reply = PieceReply.read(*done)
+            reply = PieceReply.read(done)
         except CorruptError as error:
             raise Refused(str(error)) from error
         flight = lane.flights.get(reply.id)
@@ -289,17 +307,23 @@ class Spreader:
             except Exception as error:
                 play.error = error
             member.failing = False
+            self._learn(flight, reply, now)
             self._over(flight)
             play.changed.set()
+
+    def _learn(self, flight: Flight, reply: PieceReply, now: float) -> None:
+        """What the link gives, by how the bytes of request and reply came."""
+        meter = self.meters.setdefault(flight.lane.member.id, LinkMeter())
+        for arrival, heard in ((reply.down, meter.received), (reply.arrival, meter.sent)):
+            if arrival.num_bytes >= least_heard_bytes and arrival.seconds > 0:
+                heard(arrival.num_bytes, arrival.seconds)
+        if flight.sent_at and (rtt_s := now - flight.sent_at - reply.seconds - reply.arrival.seconds) > 0:
+            meter.answered(rtt_s)
 
     def _over(self, flight: Flight) -> None:
         """Its worker has nothing to do with it any more."""
         flight.lane.flights.pop(flight.id, None)
         flight.play.flights.discard(flight)
-
-
-def reply_joiner(lane: Lane) -> PieceJoiner:
-    return PieceJoiner(lane.most_bytes)
 
 
 def _pack(tensors: Mapping[str, Tensor]) -> bytearray:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from potluck.aggregation.combine import Combined
 from potluck.aggregation.report import Report
-from potluck.clock.conversation import Ask, in_turns
 from potluck.clock import Clock, Executor
+from potluck.clock.conversation import Ask, in_turns
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import flat_size
 from potluck.codecs.delta import CHANGE, WHOLE

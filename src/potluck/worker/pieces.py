@@ -48,7 +48,7 @@ class Pieces:
 
     def reset(self) -> None:
         """A new stream: whatever came on the last one is not wanted any more."""
-        self._joiner = PieceJoiner(lambda _: self.limit_bytes)
+        self._joiner = PieceJoiner(lambda _: self.limit_bytes, self._clock.now)
         self._queue: deque[PieceRequest] = deque()
         self._at_work: PieceRequest | None = None
         self._withdrawn: set[int] = set()
@@ -83,7 +83,7 @@ class Pieces:
             return
         done = self._joiner.add(head, data)
         if done is not None:
-            self._queued(PieceRequest.read(*done))
+            self._queued(PieceRequest.read(done))
         while self._num_bytes() > self.limit_bytes and (self._queue or self._at_work or self._replies):
             self._changed.clear()
             await self._changed.wait()
@@ -164,7 +164,9 @@ class Pieces:
                 return PieceReply(id=request.id, missing=tuple(missing))
             self.most_bytes = max(self.most_bytes, self.limit_bytes - room + self.shards.num_bytes)
             result = _call(request, tensors)
-            return PieceReply(id=request.id, seconds=max(self._clock.now() - started, 0.0), bundle=pack_tensors(result))
+            bundle = pack_tensors(result)
+            seconds = max(self._clock.now() - started, 0.0)
+            return PieceReply(id=request.id, seconds=seconds, down=request.arrival, bundle=bundle)
         except Exception as error:  # whatever a task or its libraries raise costs that piece, not the worker
             reason = printable(f"{type(error).__name__}: {error}", MAX_ERROR_LENGTH)
             self._note(f"a piece of {printable(request.task, 100)} failed: {reason}")

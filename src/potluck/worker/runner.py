@@ -66,9 +66,10 @@ class Runner:
     """Holds what is wanted, does it in order, and keeps results until they are acknowledged."""
 
     def __init__(
-        self, *, spec: RunSpec, folder: RunFolder, trainer: Trainer | HollowTrainer, sources: Sources, link: Link, clock: Clock,
-        compute: Executor, files: Executor, note: Callable[[str], None],
-        cost_s: Callable[[pb.Lease], float] = lambda _: 0.0, share: MachineShare | None = None, pieces: Pieces | None = None,
+        self, *, spec: RunSpec, folder: RunFolder, trainer: Trainer | HollowTrainer, sources: Sources, link: Link,
+        clock: Clock, compute: Executor, files: Executor, note: Callable[[str], None],
+        cost_s: Callable[[pb.Lease], float] = lambda _: 0.0, share: MachineShare | None = None,
+        pieces: Pieces | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.trainer, self.sources, self.link = folder, trainer, sources, link
         self._clock, self._compute, self._files, self._note, self._cost_s = clock, compute, files, note, cost_s
