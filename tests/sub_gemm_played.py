@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor
@@ -73,7 +73,9 @@ class Played:
         memory = math.ceil(self.memory / 0.85)
         return WorkerInfo(
             id=self.id,
-            profile=DeviceProfile(device="cpu", total_memory_bytes=memory, free_memory_bytes=memory, speeds=speeds, link=link),
+            profile=DeviceProfile(
+                device="cpu", total_memory_bytes=memory, free_memory_bytes=memory, speeds=speeds, link=link
+            ),
         )
 
     def is_here(self, now: float) -> bool:
@@ -82,7 +84,7 @@ class Played:
 
     def answers_at(self, piece: Piece, now: float, chance: random.Random) -> float:
         a, b = (piece.operands[name].values for name in ("a", "b"))
-        depth = a.shape[0 if piece.arguments["transpose_a"] else 1]
+        depth = a.shape[0 if piece.arguments["is_a_transposed"] else 1]
         rows, cols = a.numel() // depth, b.numel() // depth
         noise = math.exp(chance.gauss(0, self.jitter))
         down, work, up = self.stages
@@ -94,7 +96,7 @@ class Played:
 
     def answer(self, piece: Piece, chance: random.Random) -> dict[str, Tensor]:
         a, b = (
-            values.T if piece.arguments[f"transpose_{name}"] else values
+            values.T if piece.arguments[f"is_{name}_transposed"] else values
             for name in ("a", "b")
             for values in (piece.operands[name].values,)
         )
@@ -126,12 +128,18 @@ def play(bag: Bag, devices: Sequence[Played], seed: int = 0, *, most_s: float = 
                 heapq.heappush(events, (at, next(order), "change", d, None))
     now, here = begin, tuple(d.info for d in devices if d.is_here(begin))
     while True:
-        for id, piece in bag.issue(here, now):
+        sent = bag.issue(here, now)
+        for d in devices:
+            for piece in [p for p in d.flying if not bag.is_wanted(p)]:
+                del d.flying[piece]  # withdrawn; its reply may come all the same
+        for id, piece in sent:
             d = by_id[id]
             assert d.is_here(now), f"{id} is not here"
             assert piece not in d.flying
             d.flying[piece] = now
-            flying_bytes = sum(p.memory_bytes for p in d.flying)
+            shards = {o.name: o.values.numel() for p in d.flying for o in p.operands.values()}
+            results = sum(p.memory_bytes - 4 * sum(o.values.numel() for o in p.operands.values()) for p in d.flying)
+            flying_bytes = 4 * sum(shards.values()) + results
             assert flying_bytes <= d.memory, f"{id} holds {flying_bytes} of {d.memory}"
             at = d.answers_at(piece, now, chance)
             kind = "fail" if chance.random() < d.fails else "reply"
@@ -140,9 +148,6 @@ def play(bag: Bag, devices: Sequence[Played], seed: int = 0, *, most_s: float = 
                 heapq.heappush(events, (at + chance.choice((0.0, 0.1, 3.0)), next(order), kind, d, piece))
         if bag.is_done:
             return now - begin
-        for d in devices:
-            for piece in [p for p in d.flying if not bag.is_wanted(p)]:
-                del d.flying[piece]  # withdrawn; its reply may come all the same
         at = min(events[0][0] if events else math.inf, bag.look_at())
         if at == math.inf:
             raise Stuck(f"at {now:.3f} s")
@@ -170,13 +175,15 @@ def play(bag: Bag, devices: Sequence[Played], seed: int = 0, *, most_s: float = 
                 bag.lose(d.id, piece, str(error), now)
 
 
-def strips(product: Product, devices: Sequence[Played], *, num_slabs: int = 1, num_each: int = 1) -> list[tuple[WorkerId, Box]]:
+def strips(
+    product: Product, devices: Sequence[Played], *, num_slabs: int = 1, num_each: int = 1
+) -> list[tuple[WorkerId, Box]]:
     """Columns in proportion to speed, each slab of K anew."""
     m, n, q = product.shape
     slabs = Box(0, m, 0, q, 0, n), *()
     edges = [round(n * i / num_slabs) for i in range(num_slabs + 1)]
     placed: list[tuple[WorkerId, Box]] = []
-    for slab, (k0, k1) in enumerate(zip(edges, edges[1:], strict=False)):
+    for slab, (k0, k1) in enumerate(pairwise(edges)):
         turn = [*devices[slab % len(devices) :], *devices[: slab % len(devices)]]
         start, total, passed = 0, sum(d.flops for d in turn), 0.0
         for d in turn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -69,7 +68,11 @@ def test_whatever_devices_do_the_product_is_whole(first: int) -> None:
     for seed in range(first, first + 50):
         devices, chance = scene(seed)
         product = whole_numbers(*(chance.randrange(1, 60) for _ in range(3)), seed=seed)
-        placed = strips(product, devices, num_slabs=min(chance.choice((1, 1, 3)), product.shape[1]), num_each=chance.choice((1, 3)))
-        bag = TileBag(product, placed, terms=terms(), times=TileTimes(num_in_flight=chance.choice((1, 2, 4))), seed=seed)
+        placed = strips(
+            product, devices, num_slabs=min(chance.choice((1, 1, 3)), product.shape[1]), num_each=chance.choice((1, 3))
+        )
+        bag = TileBag(
+            product, placed, terms=terms(), times=TileTimes(num_in_flight=chance.choice((1, 2, 4))), seed=seed
+        )
         play(bag, devices, seed)
         assert torch.equal(bag.result(), product.a.values @ product.b.values), seed

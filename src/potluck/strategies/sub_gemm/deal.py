@@ -20,7 +20,7 @@ import numpy as np
 from potluck.strategies.sub_gemm.assembly import Box
 from potluck.strategies.sub_gemm.lane import Lane
 
-most_lanes = 16
+most_lanes = 32
 least_side = 32
 least_gain = 0.05
 least_part = 0.02
@@ -30,10 +30,11 @@ most_pieces = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes of one element on the wire, and of one in a device's memory."""
+    """Bytes of one element of an operand on the way down, of a result on the way up, and of either in memory."""
 
     down: float = 4.0
     up: float = 4.0
+    held: float = 4.0
 
     def down_bytes(self, box: Box) -> float:
         """Of both operands."""
@@ -45,7 +46,8 @@ class Sizes:
 
     def memory_bytes(self, box: Box) -> int:
         """Operands and result."""
-        return math.ceil(self.down_bytes(box) + self.up_bytes(box))
+        rows, cols = box.shape
+        return math.ceil((rows + cols) * box.depth * self.held) + math.ceil(rows * cols * self.held)
 
     def fit(self, box: Box, memory_bytes: float) -> list[Box]:
         """In as few parts as halving makes that each fit; [] where that would be absurd."""
@@ -65,6 +67,7 @@ class Candidates:
         self._sizes, self._now = sizes, now
         self._least_bytes = sizes.memory_bytes(Box(0, 1, 0, 1, 0, 1))
         self.lanes = [lane for lane in lanes if lane.device.memory_bytes >= self._least_bytes]
+        self._places = {lane: i for i, lane in enumerate(self.lanes)}
         rows = [
             (d.down_bytes_per_s, d.up_bytes_per_s, d.s_per_flop, d.s_per_tile + d.rtt_s, lane.free_at)
             for lane in self.lanes
@@ -81,7 +84,7 @@ class Candidates:
         start = self._free_at + self._fixed_s + short * per_row / self._down
         whole = long * per_row / self._down + 2.0 * box.volume * self._s_per_flop + self._sizes.up_bytes(box) / self._up
         ends = start + np.maximum(whole, 1e-12)
-        ends[[i for i, lane in enumerate(self.lanes) if lane in without]] = np.inf
+        ends[[self._places[lane] for lane in without if lane in self._places]] = np.inf
         num = min(most_lanes, int(np.isfinite(ends).sum()))
         if not num:
             return [], math.inf
@@ -102,4 +105,4 @@ class Candidates:
 
     def placed(self, lane: Lane) -> None:
         """A lane was given something."""
-        self._free_at[self.lanes.index(lane)] = max(lane.free_at, self._now)
+        self._free_at[self._places[lane]] = max(lane.free_at, self._now)

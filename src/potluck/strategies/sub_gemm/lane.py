@@ -8,7 +8,8 @@ time: so tiles that are in flight together overlap.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from potluck.planner.tiles.device import TileDevice
@@ -51,6 +52,14 @@ class Tile:
         return self.num_queued + len(self.flights)
 
 
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes of a device's memory that a tile takes: operands, by name, and the result."""
+
+    shards: Mapping[str, int]
+    result_bytes: int
+
+
 @dataclass(eq=False, slots=True)
 class Flight:
     """One tile on its way to one device and back."""
@@ -58,6 +67,7 @@ class Flight:
     tile: Tile
     lane: Lane
     piece: Piece
+    need: Need
     stages: Stages
     began_at: float
     ends_at: float  # as predicted
@@ -77,7 +87,8 @@ class Lane:
     is_barred: bool = False  # it lied, or failed time and again: nothing more in this product
     queue: deque[Tile] = field(default_factory=deque[Tile])
     flying: dict[Flight, None] = field(default_factory=dict[Flight, None])  # in the order they were sent
-    bytes_flying: int = 0
+    bytes_flying: int = 0  # of all of `flying`, operands that they share once
+    shards: Counter[str] = field(default_factory=Counter[str])  # of them, how many of `flying` read each
     is_late: bool = False  # and has not been heard of since
     num_late: int = 0
     num_failures: int = 0
@@ -100,12 +111,25 @@ class Lane:
     def is_idle(self) -> bool:
         return not self.flying and not self.queue
 
-    def has_room(self, num_bytes: int) -> bool:
+    def has_room(self, need: Need) -> bool:
         """Within its memory and the number of tiles it may hold; one is always allowed if it fits at all."""
-        if not self.flying:
-            return num_bytes <= self.device.memory_bytes
-        fits = self.bytes_flying + num_bytes <= self.device.memory_bytes
-        return fits and len(self.flying) < self.device.num_in_flight
+        more = need.result_bytes + sum(n for name, n in need.shards.items() if name not in self.shards)
+        return self.bytes_flying + more <= self.device.memory_bytes and (
+            not self.flying or len(self.flying) < self.device.num_in_flight
+        )
+
+    def lift(self, flight: Flight) -> None:
+        self.flying[flight] = None
+        fresh = sum(n for name, n in flight.need.shards.items() if name not in self.shards)
+        self.shards.update(flight.need.shards.keys())
+        self.bytes_flying += flight.need.result_bytes + fresh
+
+    def ground(self, flight: Flight) -> None:
+        del self.flying[flight]
+        self.shards.subtract(flight.need.shards.keys())
+        self.shards = +self.shards
+        unshared = sum(n for name, n in flight.need.shards.items() if name not in self.shards)
+        self.bytes_flying -= flight.need.result_bytes + unshared
 
     def end_of(self, tile: Stages, now: float) -> float:
         """When a tile that is put at the end of its queue should be back."""

@@ -1,11 +1,12 @@
 """Tiles of one product as pieces for devices: which part of which factor, under which name, and what it takes.
 
-A shard is cut from a factor as it lies in memory: W' and W are the same shards, and the piece says that the device is
-to transpose what it gets. Its name holds its range, so that it is the same shard in every micro-batch of a step.
+A shard is cut from a factor as it is stored: "w.T" and "w" have the same shards, and a piece says what its device is to
+transpose. A shard's name holds its range, so that it is the same one in every micro-batch of a step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from potluck.planner.tiles.device import Head, TileDevice
 from potluck.strategies.bag import Operand, Piece
 from potluck.strategies.sub_gemm.assembly import Box
 from potluck.strategies.sub_gemm.deal import Sizes
+from potluck.strategies.sub_gemm.lane import Need
 from potluck.strategies.sub_gemm.product import Matrix, Product
 from potluck.strategies.sub_gemm.times import Stages, stages
 from potluck.types.errors import InvalidUpdate
@@ -43,15 +45,15 @@ class Terms:
 
 class _Factor:
     def __init__(self, matrix: Matrix) -> None:
-        self.is_transposed = matrix.values.stride(0) == 1 and matrix.values.stride(1) != 1
-        self._matrix = matrix
+        self.is_transposed = matrix.name.endswith(".T")
+        self._name = matrix.name.removesuffix(".T")
         self._stored = matrix.values.T if self.is_transposed else matrix.values
 
     def name(self, rows: tuple[int, ...], cols: tuple[int, ...]) -> str:
-        if not self._matrix.name:
+        if not self._name:
             return ""
         first, second = (cols, rows) if self.is_transposed else (rows, cols)
-        return f"{self._matrix.name}[{first[0]}:{first[1]},{second[0]}:{second[1]}]"
+        return f"{self._name}[{first[0]}:{first[1]},{second[0]}:{second[1]}]"
 
     def shard(self, rows: tuple[int, ...], cols: tuple[int, ...]) -> Operand:
         first, second = (cols, rows) if self.is_transposed else (rows, cols)
@@ -71,19 +73,37 @@ class Pieces:
         return Piece(
             task=TASK,
             operands={"a": self._a.shard(box[:2], box[4:]), "b": self._b.shard(box[4:], box[2:4])},
-            arguments={"transpose_a": self._a.is_transposed, "transpose_b": self._b.is_transposed},
+            arguments={
+                "wire": self._terms.wire,
+                "is_a_transposed": self._a.is_transposed,
+                "is_b_transposed": self._b.is_transposed,
+            },
             wire=self._terms.wire,
             memory_bytes=self._terms.sizes.memory_bytes(box),
             label=f"{self.name} [{box.row0}:{box.row1}, {box.col0}:{box.col1}]",
         )
 
+    def shards(self, box: Box) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Name and number of elements of both operands."""
+        rows, cols = box.shape
+        return (
+            (self._a.name(box[:2], box[4:]), rows * box.depth),
+            (self._b.name(box[4:], box[2:4]), cols * box.depth),
+        )
+
     def down_bytes(self, worker: WorkerId, box: Box) -> float:
         """Of the operands that a device does not hold."""
-        names = self._a.name(box[:2], box[4:]), self._b.name(box[4:], box[2:4])
-        sent = sum(
-            side for side, name in zip(box.shape, names, strict=True) if not (name and self._holds(worker, name))
+        sent = (size for name, size in self.shards(box) if not (name and self._holds(worker, name)))
+        return sum(sent) * self._terms.sizes.down
+
+    def need(self, box: Box) -> Need:
+        """What a device needs for it, operands that others in flight share apart."""
+        rows, cols = box.shape
+        held = self._terms.sizes.held
+        return Need(
+            shards={name or f"{box}{i}": math.ceil(size * held) for i, (name, size) in enumerate(self.shards(box))},
+            result_bytes=math.ceil(rows * cols * held),
         )
-        return sent * box.depth * self._terms.sizes.down
 
     def stages(self, device: TileDevice, box: Box) -> Stages:
         down_bytes, up_bytes = self.down_bytes(device.id, box), self._terms.sizes.up_bytes(box)

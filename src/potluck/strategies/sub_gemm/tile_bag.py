@@ -346,7 +346,7 @@ class TileBag:
         """Send what waits for a device, as far as it has room."""
         while lane.queue:
             tile = lane.queue[0]
-            if tile.is_leaf and not lane.has_room(self._terms.sizes.memory_bytes(tile.box)):
+            if tile.is_leaf and not lane.has_room(self._pieces.need(tile.box)):
                 return
             lane.queue.popleft()
             tile.num_queued -= 1
@@ -365,6 +365,7 @@ class TileBag:
             tile=tile,
             lane=lane,
             piece=piece,
+            need=self._pieces.need(tile.box),
             stages=own,
             began_at=now,
             ends_at=ends_at,
@@ -372,8 +373,8 @@ class TileBag:
             due_at=ends_at + slack_s,
         )
         self._flights[piece] = flight
-        lane.flying[flight] = tile.flights[flight] = None
-        lane.bytes_flying += piece.memory_bytes
+        tile.flights[flight] = None
+        lane.lift(flight)
         heapq.heappush(self._due, (flight.due_at, next(self._order), flight))
         heapq.heappush(self._ends, (-ends_at, next(self._order), flight))
         self.tally.num_issued += 1
@@ -391,9 +392,7 @@ class TileBag:
                 continue
             tile = victim.queue[-1]
             own = self._pieces.stages(lane.device, tile.box)
-            is_sooner = lane.end_of(own, now) < victim.free_at and lane.has_room(
-                self._terms.sizes.memory_bytes(tile.box)
-            )
+            is_sooner = lane.end_of(own, now) < victim.free_at and lane.has_room(self._pieces.need(tile.box))
             if tile.is_leaf and (not is_sooner or lane in tile.failed_on):
                 return False
             victim.queue.pop()
@@ -414,7 +413,7 @@ class TileBag:
                 continue
             own, left_s = self._pieces.stages(lane.device, tile.box), flight.expected_end(now) - now
             is_sooner = lane.end_of(own, now) - now < (1 - least_copy_gain) * left_s
-            if not is_sooner or lane in tile.failed_on or not lane.has_room(self._terms.sizes.memory_bytes(tile.box)):
+            if not is_sooner or lane in tile.failed_on or not lane.has_room(self._pieces.need(tile.box)):
                 return False
             self.tally.num_copies += 1
             return self._place(tile, lane, now)
@@ -467,8 +466,8 @@ class TileBag:
 
     def _ground(self, flight: Flight) -> None:
         lane = flight.lane
-        del self._flights[flight.piece], lane.flying[flight], flight.tile.flights[flight]
-        lane.bytes_flying -= flight.piece.memory_bytes
+        del self._flights[flight.piece], flight.tile.flights[flight]
+        lane.ground(flight)
         self._awake[lane] = None
 
     def _observe_late(self, flight: Flight, now: float) -> None:
