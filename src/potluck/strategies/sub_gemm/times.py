@@ -1,0 +1,145 @@
+"""How long tiles take on each device: the cost model, corrected by every tile that comes back.
+
+    r_i <- r_i (observed / predicted)^(0.3 s_i / max s)      r: seconds per byte down, FLOP and byte up; s_i: its share
+
+The resource that a tile mostly waits for takes all of a correction, and the others the less the less they are in it:
+so products of different shape tell a slow link from a slow processor. Corrections outlive a product and a step; they
+start anew for a direction whose measured rate has changed, since that has it in it already.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from potluck.planner.cost import DeviceCost, OpCost, correction, starting_cost
+from potluck.planner.tiles.device import TileDevice, tile_device
+from potluck.strategies.fleet import WorkerInfo
+from potluck.strategies.sub_gemm.assembly import Box
+from potluck.types.ids import WorkerId
+from potluck.types.profile import DeviceProfile
+
+few_samples = 6
+least_share, spread_factor = 0.25, 4.0
+"""Slack is that share of a prediction, or so many of its usual errors: `planner/deadline.py`."""
+_window = 16
+_bound = 1e6
+_unmeasured = DeviceCost(gemm=OpCost(s_per_flop=1e-10), attention=OpCost(), elementwise=OpCost(), optimizer=OpCost())
+"""Of a fleet in which no product was ever measured: 10 GFLOP/s, until tiles have come back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """Seconds of one tile on one device, one stage after the other."""
+
+    down_s: float
+    work_s: float
+    up_s: float
+    rtt_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.rtt_s + self.down_s + self.work_s + self.up_s
+
+    @property
+    def longest_s(self) -> float:
+        return max(self.down_s, self.work_s, self.up_s)
+
+
+def stages(device: TileDevice, box: Box, *, down_bytes: float, up_bytes: float, stretch: float = 1.0) -> Stages:
+    """Of a tile whose operands take `down_bytes` on the way down, all of them, and its result `up_bytes` up.
+
+    `stretch` is what the devices together wait for the coordinator's link, as a factor.
+    """
+    return Stages(
+        down_s=stretch * down_bytes / device.down_bytes_per_s,
+        work_s=2.0 * box.volume * device.s_per_flop + device.s_per_tile,
+        up_s=stretch * up_bytes / device.up_bytes_per_s,
+        rtt_s=device.rtt_s,
+    )
+
+
+@dataclass
+class _Record:
+    down: float = 1.0  # factors on seconds
+    work: float = 1.0
+    up: float = 1.0
+    ratios: tuple[float, ...] = ()  # observed / predicted of the last tiles
+
+
+class TileTimes:
+    """What is known of each worker's speed at tiles. Not safe to use from two threads at once."""
+
+    def __init__(self, *, precision: str = "fp32", num_in_flight: int = 2) -> None:
+        self._precision, self._num_in_flight = precision, num_in_flight
+        self._profiles: dict[WorkerId, DeviceProfile] = {}
+        self._plain: dict[WorkerId, TileDevice] = {}  # as measured
+        self._records: dict[WorkerId, _Record] = {}
+
+    def device(self, worker: WorkerInfo) -> TileDevice:
+        """The device as it is planned with: what it reported, else what the nearest one did, corrected."""
+        if self._profiles.get(worker.id) != worker.profile:
+            self._meet(worker)
+        plain, record = self._plain[worker.id], self._records.get(worker.id)
+        if record is None:
+            return plain
+        return replace(
+            plain,
+            down_bytes_per_s=plain.down_bytes_per_s / record.down,
+            up_bytes_per_s=plain.up_bytes_per_s / record.up,
+            s_per_flop=plain.s_per_flop * record.work,
+            s_per_tile=plain.s_per_tile * record.work,
+        )
+
+    def _meet(self, worker: WorkerInfo) -> None:
+        known = [p for id, p in self._profiles.items() if id != worker.id]
+        cost = starting_cost(worker.profile, known, self._precision) or _unmeasured
+        now = tile_device(worker.id, worker.profile, cost, num_in_flight=self._num_in_flight)
+        before, record = self._plain.get(worker.id), self._records.get(worker.id)
+        if before and record:
+            record.down = record.down if before.down_bytes_per_s == now.down_bytes_per_s else 1.0
+            record.up = record.up if before.up_bytes_per_s == now.up_bytes_per_s else 1.0
+            record.work = record.work if before.s_per_flop == now.s_per_flop else 1.0
+        self._profiles[worker.id], self._plain[worker.id] = worker.profile, now
+
+    def observe(self, worker: WorkerId, tile: Stages, *, predicted_s: float, observed_s: float) -> None:
+        """A tile of these stages came back after so long. What is no positive time changes nothing."""
+        if not (0 < observed_s < math.inf and 0 < predicted_s < math.inf and tile.longest_s > 0):
+            return
+        record = self._records.setdefault(worker, _Record())
+        factor = correction(observed_s=observed_s, predicted_s=predicted_s)
+        record.down = _bounded(record.down * factor ** (tile.down_s / tile.longest_s))
+        record.work = _bounded(record.work * factor ** (tile.work_s / tile.longest_s))
+        record.up = _bounded(record.up * factor ** (tile.up_s / tile.longest_s))
+        record.ratios = (*record.ratios, observed_s / predicted_s)[-_window:]
+
+    def slack_share(self, worker: WorkerId) -> float:
+        """Of a prediction: how much longer a tile may take before somebody else is given it too."""
+        record = self._records.get(worker)
+        if record is None or len(record.ratios) < few_samples:
+            return 1.0
+        centre = statistics.median(record.ratios)
+        spread = statistics.median(abs(r - centre) for r in record.ratios)
+        return min(1.0, max(least_share, centre - 1.0 + spread_factor * spread))
+
+    def drift(self, planned: Mapping[WorkerId, TileDevice], here: Sequence[WorkerInfo]) -> float:
+        """The largest change of a figure since it was planned with, as a factor - 1; inf where others are here."""
+        if {w.id for w in here} != set(planned):
+            return math.inf
+        most = 1.0
+        for worker in here:
+            old, new = planned[worker.id], self.device(worker)
+            pairs = (
+                (old.down_bytes_per_s, new.down_bytes_per_s),
+                (old.up_bytes_per_s, new.up_bytes_per_s),
+                (old.s_per_flop, new.s_per_flop),
+                (old.memory_bytes, new.memory_bytes),
+            )
+            most = max(most, *(max(x, y) / min(x, y) for x, y in pairs if x != y and min(x, y) > 0))
+        return most - 1.0
+
+
+def _bounded(scale: float) -> float:
+    return min(max(scale, 1 / _bound), _bound)
