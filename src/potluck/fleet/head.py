@@ -58,6 +58,9 @@ class HeadDesk:
     def now(self) -> float:
         return self.clock.now()
 
+    def holds(self, worker: WorkerId, name: str) -> bool:
+        return self.spreader.holds(worker, name, scope=self.scope)
+
     def spread(self, bag: Bag) -> None:
         self.ask(self.spreader.spread(bag, scope=self.scope))
 

@@ -26,6 +26,7 @@ from potluck.fleet.roster import Member, Roster, heard_until, silence
 from potluck.planner.link import LinkMeter
 from potluck.strategies.bag import Bag, Piece
 from potluck.strategies.fleet import WorkerInfo
+from potluck.strategies.sub_gemm.tile import encode
 from potluck.transport.pieces import (
     PieceJoiner,
     PieceReply,
@@ -223,6 +224,11 @@ class Spreader:
         for play in self._plays:
             play.changed.set()
 
+    def holds(self, worker: WorkerId, name: str, *, scope: str) -> bool:
+        """Whether a worker is thought to keep a shard of that name."""
+        lane = self._streams.get(worker)
+        return lane is not None and f"{name}@{scope}" in lane.kept
+
     async def write(self, lane: Lane, send: Callable[[bytes], Awaitable[None]]) -> None:
         """Send what is to be sent, for as long as the stream lasts."""
         while True:
@@ -245,7 +251,9 @@ class Spreader:
         }
         kept = frozenset(key for key, name in names.items() if name and name in lane.kept and not flight.sends_all)
         flight.is_begun = True
-        bundle = await self._transfers.run(_pack, {k: o.values for k, o in piece.operands.items() if k not in kept})
+        bundle = await self._transfers.run(
+            _pack, {k: o.values for k, o in piece.operands.items() if k not in kept}, piece.wire
+        )
         request = PieceRequest(
             id=flight.id, task=piece.task, arguments=piece.arguments, operands=names, kept=kept, bundle=bundle
         )
@@ -326,8 +334,13 @@ class Spreader:
         flight.play.flights.discard(flight)
 
 
-def _pack(tensors: Mapping[str, Tensor]) -> bytearray:
-    return pack_tensors(tensors) if tensors else bytearray()
+def _pack(tensors: Mapping[str, Tensor], wire: str) -> bytearray:
+    """Each operand in the parts that its wire type has: "a/values", "a/scales"."""
+    if not tensors:
+        return bytearray()
+    return pack_tensors(
+        {f"{key}/{part}": x for key, value in tensors.items() for part, x in encode(value, wire).items()}
+    )
 
 
 def _take(flight: Flight, reply: PieceReply, worker: WorkerId, now: float) -> None:

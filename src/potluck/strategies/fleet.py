@@ -122,6 +122,10 @@ class Head(Protocol):
         """Seconds on the fleet's clock."""
         ...
 
+    def holds(self, worker: WorkerId, name: str) -> bool:
+        """Whether a worker is thought to keep a shard of that name, so that it need not be sent."""
+        ...
+
     def spread(self, bag: Bag) -> None:
         """Hand out a bag of pieces, and stand still until it is done. RoundFailed where the bag raises it."""
         ...

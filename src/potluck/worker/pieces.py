@@ -17,6 +17,7 @@ from torch import Tensor
 
 from potluck.clock import Clock, Executor
 from potluck.codecs.bundle import pack_tensors, tensors_in
+from potluck.strategies.sub_gemm.tile import decode
 from potluck.strategies.task import installed
 from potluck.transport.pieces import (
     PieceJoiner,
@@ -157,13 +158,16 @@ class Pieces:
         """In the compute thread, which alone touches the shards. `room` is what they and this piece may take."""
         started = self._clock.now()
         try:
-            tensors = tensors_in(request.bundle) if request.bundle else {}
-            missing = self.shards.resolve(request, tensors)
+            operands = _operands(request)
+            missing = self.shards.resolve(request, operands)
             self.shards.shrink(room)
             if missing:
                 return PieceReply(id=request.id, missing=tuple(missing))
             self.most_bytes = max(self.most_bytes, self.limit_bytes - room + self.shards.num_bytes)
-            result = _call(request, tensors)
+            result = _call(
+                request,
+                {key: decode(parts, str(request.arguments.get("wire", "fp32"))) for key, parts in operands.items()},
+            )
             bundle = pack_tensors(result)
             seconds = max(self._clock.now() - started, 0.0)
             return PieceReply(id=request.id, seconds=seconds, down=request.arrival, bundle=bundle)
@@ -171,6 +175,15 @@ class Pieces:
             reason = printable(f"{type(error).__name__}: {error}", MAX_ERROR_LENGTH)
             self._note(f"a piece of {printable(request.task, 100)} failed: {reason}")
             return PieceReply(id=request.id, error=reason)
+
+
+def _operands(request: PieceRequest) -> dict[str, dict[str, Tensor]]:
+    """Those that were sent, each in its parts."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in (tensors_in(request.bundle) if request.bundle else {}).items():
+        key, _, part = name.rpartition("/")
+        found.setdefault(key, {})[part] = tensor
+    return found
 
 
 def _call(request: PieceRequest, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -185,14 +198,14 @@ class Shards:
     """Tensors that are kept by name, the one used last at the end."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._kept: OrderedDict[str, Mapping[str, Tensor]] = OrderedDict()
         self.num_bytes = 0
 
     def clear(self) -> None:
         self._kept.clear()
         self.num_bytes = 0
 
-    def resolve(self, request: PieceRequest, tensors: dict[str, Tensor]) -> list[str]:
+    def resolve(self, request: PieceRequest, operands: dict[str, dict[str, Tensor]]) -> list[str]:
         """Put kept values beside those that were sent, and keep those that have a name; operands that are missing."""
         missing: list[str] = []
         for key, name in request.operands.items():
@@ -201,21 +214,22 @@ class Shards:
                     missing.append(key)
                     continue
                 self._kept.move_to_end(name)
-                tensors[key] = found
-            elif key not in tensors:
+                operands[key] = dict(found)
+            elif key not in operands:
                 raise CorruptError(f"piece {request.id} lacks its operand {key}")
             elif name:
-                self._put(name, tensors[key] if len(tensors) == 1 else tensors[key].clone())
+                self._put(name, operands[key], owns=len(operands) == 1)
         return missing
 
-    def _put(self, name: str, tensor: Tensor) -> None:
-        before = self._kept.pop(name, None)
-        if before is not None:
-            self.num_bytes -= before.nbytes
-        self._kept[name] = tensor
-        self.num_bytes += tensor.nbytes
+    def _put(self, name: str, parts: Mapping[str, Tensor], *, owns: bool) -> None:
+        """`owns`: their memory holds nothing else."""
+        self._drop(self._kept.pop(name, {}))
+        self._kept[name] = parts if owns else {part: x.clone() for part, x in parts.items()}
+        self.num_bytes += sum(x.nbytes for x in parts.values())
+
+    def _drop(self, parts: Mapping[str, Tensor]) -> None:
+        self.num_bytes -= sum(x.nbytes for x in parts.values())
 
     def shrink(self, most_bytes: int) -> None:
         while self._kept and self.num_bytes > most_bytes:
-            _, tensor = self._kept.popitem(last=False)
-            self.num_bytes -= tensor.nbytes
+            self._drop(self._kept.popitem(last=False)[1])

@@ -173,7 +173,12 @@ def test_bf16_mixed_sends_bf16_and_is_as_close_as_autocast(name: str) -> None:
 
 def test_int8_on_the_wire_has_about_the_plain_gradient() -> None:
     plain, model = both(llama())
-    train(Offload(model), TokenLoss(model, vocab_size=VOCAB_SIZE), TiledMultiplier(wire="int8", checks=True), some_tokens())
+    train(
+        Offload(model),
+        TokenLoss(model, vocab_size=VOCAB_SIZE),
+        TiledMultiplier(wire="int8", checks=True),
+        some_tokens(),
+    )
     TokenLoss(plain, vocab_size=VOCAB_SIZE)(some_tokens(), divisor=1).backward()
     got, expected = (torch.cat([g.reshape(-1) for g in gradients(m).values()]) for m in (model, plain))
     assert 0.999 < float(torch.cosine_similarity(got, expected, dim=0)) < 1

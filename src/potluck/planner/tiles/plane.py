@@ -99,7 +99,10 @@ class Demand:
         """Rows of the highest rectangle of so many columns within `seconds`; at most the plane's rows. [..., devices]"""
         plane, a, b = self.plane, self.serial, 1.0 - self.serial
         left_s = seconds - self.rates.fixed_s
-        down_0, down_1 = plane.down_col * widths * self._s_per_down, (plane.down_row + plane.down_area * widths) * self._s_per_down
+        down_0, down_1 = (
+            plane.down_col * widths * self._s_per_down,
+            (plane.down_row + plane.down_area * widths) * self._s_per_down,
+        )
         up_1 = (plane.up_row + plane.up_area * widths) * self._s_per_up
         work_1 = plane.flops_area * widths * self.rates.s_per_flop
         up_0 = plane.up_col * widths * self._s_per_up if plane.up_col else 0.0

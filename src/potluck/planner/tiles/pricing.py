@@ -110,7 +110,13 @@ def loads_of(parts: Sequence[Part], devices: Sequence[TileDevice], seconds: Floa
         own = part.demand.take(part.rectangles[:, 0])
         down_s, compute_s, up_s = own.parts_s(part.rows, part.cols)
         plane = part.demand.plane
-        columns = (plane.down_bytes(part.rows, part.cols), plane.up_bytes(part.rows, part.cols), down_s, up_s, compute_s)
+        columns = (
+            plane.down_bytes(part.rows, part.cols),
+            plane.up_bytes(part.rows, part.cols),
+            down_s,
+            up_s,
+            compute_s,
+        )
         finish_s = seconds[at : at + len(down_s)]
         at += len(down_s)
         ids = [devices[part.members[i]].id for i in part.rectangles[:, 0]]

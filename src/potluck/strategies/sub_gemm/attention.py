@@ -38,9 +38,7 @@ def redirect_attention(offload: Offload, module: nn.Module) -> None:
     if found:
         model.set_attn_implementation(implementation)
     if not found or model.config._attn_implementation != implementation:
-        raise ModelError(
-            f"{type(module).__name__} does not let its attention be replaced; leave attention on the head"
-        )
+        raise ModelError(f"{type(module).__name__} does not let its attention be replaced; leave attention on the head")
     for name, child in found.items():
         setattr(child, _where, (offload, name))
 
@@ -97,9 +95,7 @@ class _Products(torch.autograd.Function):
     """a [count, m, n] times b [count, n, q], one product each."""
 
     @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, b: Tensor, offload: Offload, layer: str, a_name: str, b_name: str
-    ) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, offload: Offload, layer: str, a_name: str, b_name: str) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.multiply = lambda x, y: offload.multiply(x, y, "attention", layer)
         ctx.names = a_name, b_name
