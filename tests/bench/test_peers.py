@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from potluck.bench import peers
-from potluck.bench.peer_systems import Peer, PeerFailed, Site, Workload, flower, free_ports, nvflare, read_notes
-from potluck.bench.processes import Marked
+from potluck.bench.rig.peer_systems import Peer, PeerFailed, Site, Workload, flower, free_ports, nvflare, read_notes
+from potluck.bench.rig.processes import Marked
 from potluck.types.errors import PotluckError
 
 job = """
@@ -99,7 +99,7 @@ def test_a_peer_that_cannot_be_installed_tells_why(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_taken_port_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("potluck.bench.peer_systems.is_taken", lambda port: port == 8003)
+    monkeypatch.setattr("potluck.bench.rig.peer_systems.is_taken", lambda port: port == 8003)
     with pytest.raises(PeerFailed, match="port 8003 is taken"):
         nvflare.start(Site(tmp_path, Path(sys.executable), Marked()), Workload(((1,),), 2, 3))
 

@@ -21,8 +21,8 @@ from potluck.contract.checks import cost_s
 from potluck.coordinator.core import CheckpointConfig
 from potluck.coordinator.divergence import Diverged, DivergenceConfig, RoundFigures, Watch, min_rounds
 from potluck.fleet.config import FleetConfig
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies import diloco
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.task import Result

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from potluck.bench.site import events, free_ports
+from potluck.bench.rig.site import events, free_ports
 
 __all__ = [
     "command",

@@ -11,9 +11,9 @@ import pytest
 from e2e.processes import write_corpus, write_recipe
 from e2e.test_faults import strategy
 
-from potluck.bench.nursery import Nursery
-from potluck.bench.site import Site, site
-from potluck.bench.wire import WireLoop
+from potluck.bench.rig.nursery import Nursery
+from potluck.bench.rig.site import Site, site
+from potluck.bench.rig.wire import WireLoop
 from potluck.storage.digest import digest_file
 
 pytestmark = [

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from e2e.processes import write_corpus, write_recipe
 
-from potluck.bench import paced
-from potluck.bench.nursery import Nursery
-from potluck.bench.site import Site, site
-from potluck.bench.wire import WireLoop
+from potluck.bench.rig import paced
+from potluck.bench.rig.nursery import Nursery
+from potluck.bench.rig.site import Site, site
+from potluck.bench.rig.wire import WireLoop
 
 pytestmark = [
     pytest.mark.timeout(120),

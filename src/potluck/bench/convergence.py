@@ -27,7 +27,7 @@ from potluck.fleet.config import FleetConfig
 from potluck.models.build import build
 from potluck.models.flat import FlatModel
 from potluck.optim.inner import InnerConfig
-from potluck.simulator.world import World
+from potluck.simulator.exact.world import World
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import Budget, RunSpec

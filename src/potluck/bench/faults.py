@@ -1,6 +1,6 @@
 """What faults cost: real processes that are killed or stopped, over links of the bench's own.
 
-Coordinator and workers are the shipping commands on loopback with TLS. Inner steps take a chosen time (`paced.py`), so
+Coordinator and workers are the shipping commands on loopback with TLS. Inner steps take a chosen time (`rig.paced`), so
 that one machine can stand for several. Every time is from the fault, or from the moment that the coordinator listens
 again, to what the ledger or the run's log shows. Processes are forked from one that has imported everything: what it
 takes to start Python is in no figure.
@@ -20,10 +20,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from potluck.bench import paced
-from potluck.bench.nursery import Nursery, nursery
-from potluck.bench.site import Site, site, write_corpus
-from potluck.bench.wire import Way, WireLoop, wire_loop
+from potluck.bench.rig import paced
+from potluck.bench.rig.nursery import Nursery, nursery
+from potluck.bench.rig.site import Site, site, write_corpus
+from potluck.bench.rig.wire import Way, WireLoop, wire_loop
 from potluck.coordinator.core import VALIDATION_ATTEMPT
 from potluck.coordinator.prepare import sketch
 from potluck.coordinator.recipe import parse_recipe
@@ -32,7 +32,7 @@ from potluck.planner.deadline import deadline_s
 from potluck.planner.flops import step_work
 from potluck.planner.memory import ModelDims
 from potluck.simulator.fleets import Device
-from potluck.simulator.scale import simulate_scale
+from potluck.simulator.large.scale import simulate_scale
 from potluck.storage.digest import digest_file
 
 heartbeat_s = 2.0

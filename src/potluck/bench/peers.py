@@ -25,8 +25,8 @@ from typing import Any
 
 import psutil
 
-from potluck.bench.peer_systems import Note, Peer, PeerFailed, Site, Workload, flower, nvflare
-from potluck.bench.processes import Marked, Watch
+from potluck.bench.rig.peer_systems import Note, Peer, PeerFailed, Site, Workload, flower, nvflare
+from potluck.bench.rig.processes import Marked, Watch
 from potluck.bench.round import bench_round, coordinator, nearest_shape, shapes, worker
 from potluck.models.build import skeleton
 from potluck.models.flat import layout_of

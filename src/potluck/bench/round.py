@@ -26,8 +26,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from potluck.bench.floor import floor_seconds
-from potluck.bench.memory import memory_bytes, peak_memory
+from potluck.bench.rig.floor import floor_seconds
+from potluck.bench.rig.memory import memory_bytes, peak_memory
 from potluck.clock import Lanes, SystemClock
 from potluck.codecs.spec import parse_spec
 from potluck.coordinator.core import CheckpointConfig, Coordinator, Plan, ValidationConfig

@@ -16,8 +16,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from potluck.bench import paced
-from potluck.bench.wire import Way, Wire, WireLoop
+import potluck
+from potluck.bench.rig import paced
+from potluck.bench.rig.wire import Way, Wire, WireLoop
 
 look_s = 0.03
 
@@ -197,5 +198,5 @@ def site(folder: Path, loop: WireLoop, *, start: Start = start_command, speeds: 
 def write_corpus(folder: Path) -> None:
     """Text to train on that is here wherever Potluck is: a part of its own source."""
     folder.mkdir()
-    for path in sorted((Path(paced.__file__).parent.parent / "strategies").glob("*.py")):
+    for path in sorted((Path(potluck.__file__).parent / "strategies").glob("*.py")):
         shutil.copyfile(path, folder / f"{path.stem}.txt")

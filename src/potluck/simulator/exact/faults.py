@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from potluck.protocol.frames import CHUNK_HEADER_BYTES
-from potluck.simulator.lives import Killed, Life, no_space
-from potluck.simulator.world import World, is_chunk
+from potluck.simulator.exact.lives import Killed, Life, no_space
+from potluck.simulator.exact.world import World, is_chunk
 from potluck.types.errors import ResourceError
 from potluck.types.ids import WorkerId
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from potluck.simulator.report import ScaleReport, Span
+from potluck.simulator.large.report import ScaleReport, Span
 
 colours = {"receive": "#4c78a8", "compute": "#54a24b", "send": "#e45756"}
 most_rows = 60

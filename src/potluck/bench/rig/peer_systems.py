@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from potluck.bench.processes import Marked
+from potluck.bench.rig.processes import Marked
 
 amount = 0.5  # what the clients in `peers_apps/` add
 poll_s = 0.05

@@ -25,13 +25,13 @@ from potluck.coordinator.loop import train
 from potluck.coordinator.service import CoordinatorService
 from potluck.planner.cost import Phases, energy_j
 from potluck.planner.memory import ModelDims, training_memory
-from potluck.simulator.device_faults import DeviceFault
 from potluck.simulator.fleets import Device, Machine, machines
-from potluck.simulator.meta import CoordinatorMachine, MetaKit, MetaObjects, MeteredExecutor
-from potluck.simulator.meta_worker import Deeds, Inline
-from potluck.simulator.node import Ground, Node, quiet_heartbeat_s
-from potluck.simulator.report import DeviceReport, ScaleReport
-from potluck.simulator.site import Moved, Site
+from potluck.simulator.large.device_faults import DeviceFault
+from potluck.simulator.large.meta import CoordinatorMachine, MetaKit, MetaObjects, MeteredExecutor
+from potluck.simulator.large.meta_worker import Deeds, Inline
+from potluck.simulator.large.node import Ground, Node, quiet_heartbeat_s
+from potluck.simulator.large.report import DeviceReport, ScaleReport
+from potluck.simulator.large.site import Moved, Site
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.registry import install_tasks
 from potluck.strategies.state import State

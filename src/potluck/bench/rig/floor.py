@@ -75,7 +75,7 @@ async def _serve(numel: int, num_workers: int, num_rounds: int) -> list[float]:
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("floor", methods)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    command = [sys.executable, "-m", "potluck.bench.floor", f"127.0.0.1:{port}", str(numel), str(num_rounds)]
+    command = [sys.executable, "-m", "potluck.bench.rig.floor", f"127.0.0.1:{port}", str(numel), str(num_rounds)]
     workers = [subprocess.Popen(command) for _ in range(num_workers)]
     try:
         await state.finished()

@@ -1,6 +1,6 @@
 """The network of a large simulation: control messages one by one, objects as one fluid operation each.
 
-The coordinator's own link is shared by all transfers, max-min fair (`simulator.fluid`); a device's link bounds its own.
+The coordinator's own link is shared by all transfers, max-min fair (`fluid`); a device's link bounds its own.
 Who may fetch and store what is decided by the shipping service. A transfer goes on where it stopped.
 
 Liveness of undisturbed devices costs no messages: they are vouched for, and what their heartbeats would have told of
@@ -22,8 +22,8 @@ from potluck.fleet.roster import missed_heartbeats, most_reports_per_s
 from potluck.protocol import pb
 from potluck.protocol.frames import CHUNK_BYTES, CHUNK_HEADER_BYTES
 from potluck.simulator.fleets import Machine
-from potluck.simulator.fluid import Flow, SharedLink
-from potluck.simulator.meta import CoordinatorMachine, MetaObjects
+from potluck.simulator.large.fluid import Flow, SharedLink
+from potluck.simulator.large.meta import CoordinatorMachine, MetaObjects
 from potluck.storage.objects import ObjectStore
 from potluck.transport.connection import Connection, Peer, Traffic
 from potluck.transport.memory import Link, MemoryNetwork

@@ -32,7 +32,7 @@ from potluck.fleet.roster import LeaseId
 from potluck.planner.flops import step_work
 from potluck.planner.memory import ModelDims
 from potluck.protocol import pb
-from potluck.simulator.meta import MetaObjects, meta_digest
+from potluck.simulator.large.meta import MetaObjects, meta_digest
 from potluck.storage.digest import check_digest
 from potluck.strategies.replica import Loss, Mailbox, Replica, Step
 from potluck.strategies.run import RunSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from potluck.planner.cost import Phases
-from potluck.simulator.site import Phase
+from potluck.simulator.large.site import Phase
 from potluck.types.ids import WorkerId
 
 

@@ -22,8 +22,8 @@ from potluck.coordinator.loop import train
 from potluck.coordinator.service import CoordinatorService
 from potluck.protocol import pb
 from potluck.protocol.frames import CHUNK_HEADER_BYTES, unpack_chunk
-from potluck.simulator.lives import Fate, Life, LifeExecutor
-from potluck.simulator.networks import Modelled, Network
+from potluck.simulator.exact.lives import Fate, Life, LifeExecutor
+from potluck.simulator.exact.networks import Modelled, Network
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import RunSpec
 from potluck.strategies.state import State

@@ -10,9 +10,17 @@ from pathlib import Path
 
 from potluck.clock import Clock
 from potluck.simulator.fleets import Machine
-from potluck.simulator.meta_worker import Deeds, DeviceCompute, Inline, MetaFolder, MetaRunner, MetaSources, MetaTrainer
-from potluck.simulator.report import Span
-from potluck.simulator.site import FluidMover, Phase, Site
+from potluck.simulator.large.meta_worker import (
+    Deeds,
+    DeviceCompute,
+    Inline,
+    MetaFolder,
+    MetaRunner,
+    MetaSources,
+    MetaTrainer,
+)
+from potluck.simulator.large.report import Span
+from potluck.simulator.large.site import FluidMover, Phase, Site
 from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Connection
 from potluck.types.profile import DeviceProfile

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from potluck.bench.processes import Marked, Watch
+from potluck.bench.rig.processes import Marked, Watch
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a process needs more of its environment there")
 
