@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract.checks import cost_s
 from potluck.coordinator.core import CheckpointConfig
-from potluck.coordinator.divergence import Diverged, DivergenceConfig, RoundFigures, Watch, min_rounds
+from potluck.coordinator.divergence import Diverged, DivergenceConfig, DivergenceWatch, RoundFigures, min_rounds
 from potluck.fleet.config import FleetConfig
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
@@ -35,9 +35,9 @@ def figures(round: int, loss: float = 3.0, step_norm: float = 1.0) -> RoundFigur
     return RoundFigures(round=round, loss=loss, step_norm=step_norm)
 
 
-def fed(*losses: float, config: DivergenceConfig = config) -> Watch:
+def fed(*losses: float, config: DivergenceConfig = config) -> DivergenceWatch:
     """A watch that let these rounds pass."""
-    watch = Watch(config)
+    watch = DivergenceWatch(config)
     for i, loss in enumerate(losses):
         watch.judge(figures(i + 1, loss))
         watch.commit(figures(i + 1, loss))
@@ -89,7 +89,7 @@ def test_a_slow_rise_is_noticed_although_the_median_rises_with_it() -> None:
 def test_what_was_committed_before_a_restart_counts_the_same() -> None:
     rounds = [figures(i + 1, loss) for i, loss in enumerate([*usual, 9.0, 9.0])]
     with pytest.raises(Diverged):
-        Watch(config, rounds).judge(figures(23, 9.0))
+        DivergenceWatch(config, rounds).judge(figures(23, 9.0))
 
 
 @given(st.integers(0, 10_000), st.floats(0.0, 0.5), st.sampled_from(["falling", "warm-up", "level"]))
@@ -97,7 +97,7 @@ def test_what_was_committed_before_a_restart_counts_the_same() -> None:
 def test_ordinary_training_is_never_taken_for_divergence(seed: int, noise: float, shape: str) -> None:
     """Noise of up to a half of the loss, a late spike of twice its value, steps that grow with the rate or momentum."""
     chance = random.Random(seed)
-    watch = Watch(config)
+    watch = DivergenceWatch(config)
     for round in range(1, 120):
         falling = 3.0 + 7.0 * math.exp(-round / 20) if shape == "falling" else 3.0
         loss = falling * (1 + noise * chance.uniform(-1, 1)) * (2.0 if round in (70, 71) else 1.0)

@@ -20,7 +20,7 @@ from potluck.aggregation.report import Report
 from potluck.clock import Clock, Lanes
 from potluck.codecs.policy import CodecRule
 from potluck.coordinator.deck import Deck
-from potluck.coordinator.divergence import Diverged, DivergenceConfig, RoundFigures, Watch
+from potluck.coordinator.divergence import Diverged, DivergenceConfig, DivergenceWatch, RoundFigures
 from potluck.coordinator.events import Event, OnEvent
 from potluck.coordinator.kit import Kit
 from potluck.coordinator.transfer import TransferConfig
@@ -134,7 +134,7 @@ class Coordinator:
         self.state: State | None = None
         self.losses: dict[int, float] = {}  # validation loss by round
         self.operations: list[Operation] = []  # what was done to the run as a whole
-        self._watch = Watch(plan.divergence)
+        self._watch = DivergenceWatch(plan.divergence)
         self.stop_reason = ""
         self.failure: BaseException | None = None  # what ends the run, such as a full disk here
         self.recovered = asyncio.Event()
@@ -223,11 +223,11 @@ class Coordinator:
         self.losses = dict(await run(self.ledger.metrics, "validation_loss"))
         self._given = {row["id"]: row for row in await run(self.ledger.contributions)}
         self.operations = await run(self.ledger.operations)
-        last = Watch.num_needed(self.plan.divergence)
+        last = DivergenceWatch.num_needed(self.plan.divergence)
         norms = dict(await run(self.ledger.metrics, "step_norm", last))
         losses = await run(self.ledger.metrics, "loss", last)
         figures = [RoundFigures(round=r, loss=x, step_norm=norms.get(r, 0.0)) for r, x in losses]
-        self._watch = Watch(self.plan.divergence, figures)
+        self._watch = DivergenceWatch(self.plan.divergence, figures)
 
     def _verify(self, state: State) -> None:
         for handle in state.handles():

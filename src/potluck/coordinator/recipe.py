@@ -30,7 +30,7 @@ from potluck.codecs.policy import CodecPolicy, CodecRule
 from potluck.codecs.spec import parse_spec
 from potluck.coordinator.core import CheckpointConfig, ValidationConfig
 from potluck.coordinator.divergence import DivergenceConfig
-from potluck.coordinator.faults import nearest, sentence
+from potluck.coordinator.mistakes import nearest, sentence
 from potluck.coordinator.shipped import shipped
 from potluck.coordinator.transfer import TransferConfig
 from potluck.data.config import DataConfig
