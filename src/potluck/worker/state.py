@@ -38,11 +38,11 @@ Results = Mapping[LeaseId, pb.TaskResult]
 class RunFolder:
     """A worker's files for one run. All methods block."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, objects: ObjectStore | None = None) -> None:
         self.root = root
         self._local = root / "local"
         self._local.mkdir(parents=True, exist_ok=True)
-        self.objects = ObjectStore(root / "objects")
+        self.objects = objects or ObjectStore(root / "objects")
         self.snapshot = SnapshotFile(root, self.objects.spares)
         for folder in (root, self._local):
             remove_unfinished(folder)

@@ -16,6 +16,8 @@ def test_each_round_has_its_seconds() -> None:
 
 
 def test_a_worker_that_dies_ends_it() -> None:
-    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as worker:
-        with pytest.raises(RuntimeError, match="a worker of the floor ended with 3 in round 1"):
-            asyncio.run(_Server(8, 1, 2).finished([worker]))
+    with (
+        subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as worker,
+        pytest.raises(RuntimeError, match="a worker of the floor ended with 3 in round 1"),
+    ):
+        asyncio.run(_Server(8, 1, 2).finished([worker]))

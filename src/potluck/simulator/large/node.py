@@ -39,7 +39,7 @@ class Ground:
     network: FluidNetwork
     spec: RunSpec
     deeds: Deeds
-    folder: Path  # in names only
+    folder: Path  # of all devices: none keeps anything there
     timeline: list[PhaseSpan] = field(default_factory=list[PhaseSpan])
 
 
@@ -48,9 +48,9 @@ class Node:
 
     def __init__(self, ground: Ground, number: int, machine: Machine) -> None:
         self._ground, self._number, self.machine = ground, number, machine
-        self._folder = MetaFolder(ground.folder / machine.id)
+        self._folder = MetaFolder(ground.folder)
         self.compute = DeviceCompute(ground.clock, machine.flops * machine.duty, partial(self._passed, "compute"))
-        self._mover = FluidMover(ground.network, machine, self._folder.objects, self._passed)
+        self._mover = FluidMover(ground.network, machine, self._folder.places, self._passed)
         self.phase_s: dict[Phase, float] = dict.fromkeys(("receive", "compute", "send"), 0.0)
         self.num_starts = 0
         self._agent: Agent | None = None
@@ -81,7 +81,7 @@ class Node:
         runner = MetaRunner(
             ground.deeds, folder=self._folder, compute=self.compute,
             trainer=MetaTrainer(self._folder, ground.deeds.layout, self.compute, self._begins),
-            sources=MetaSources(spec=ground.spec, objects=self._folder.objects), link=link, clock=ground.clock,
+            sources=MetaSources(spec=ground.spec, objects=self._folder.places), link=link, clock=ground.clock,
             files=Inline(), note=agent.note,
         )  # fmt: skip
         await runner.restore()

@@ -106,7 +106,7 @@ class SimulatedFleet:
         self.events: list[Event] = []
         self._objects = MetaObjects(folder / "objects")
         self.network = FluidNetwork(self.clock, machine, self._objects, heartbeat_s)
-        self._ground = Ground(self.clock, self.network, plan.spec, Deeds(plan.spec, plan.layout), folder)
+        self._ground = Ground(self.clock, self.network, plan.spec, Deeds(plan.spec, plan.layout), folder / "devices")
         unfit = _too_small(plan, fleet)
         self.unfit = tuple(m.id for m in fleet if m.id in unfit)
         fitting = [m for m in fleet if m.id not in unfit]
