@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.coordinator.core import CheckpointConfig, Plan, ValidationConfig
 from potluck.coordinator.deck import Deck
+from potluck.coordinator.plan import CheckpointConfig, Plan, ValidationConfig
 from potluck.data.config import DataConfig, TokenizerConfig
 from potluck.data.prepare import PreparedData, prepare_shared
 from potluck.fleet.config import FleetConfig

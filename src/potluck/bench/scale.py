@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from potluck.coordinator.core import CheckpointConfig, Plan, ValidationConfig
+from potluck.coordinator.plan import CheckpointConfig, Plan, ValidationConfig
 from potluck.fleet.config import FleetConfig
 from potluck.models.build import layout_of, skeleton
 from potluck.optim.inner import InnerConfig

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from potluck.clock import InlineExecutor, SystemClock, ThreadExecutor, VirtualClock, run_virtual
-from potluck.coordinator.core import Plan
+from potluck.coordinator.plan import Plan
 from potluck.protocol import pb
 from potluck.simulator.exact.networks import Sockets
 from potluck.simulator.exact.problem import Problem

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from potluck.coordinator.core import Plan
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.frozen import TOKENIZER, Frozen, keep_tokenizer
+from potluck.coordinator.plan import Plan
 from potluck.coordinator.recipe import IDENTITY, Recipe, parse_recipe
 from potluck.data.manifest import Manifest, listed_data
 from potluck.data.prepare import PreparedData, prepare_shared

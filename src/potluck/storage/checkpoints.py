@@ -60,8 +60,10 @@ class Checkpoints:
         for scratch in folder.glob(".*.tmp"):
             shutil.rmtree(scratch)
 
-    def save(self, name: str, manifest: Mapping[str, Any], handles: Mapping[str, Params]) -> Path:
-        """Write a checkpoint and remove those beyond the last `keep`; its folder.
+    def save(
+        self, name: str, manifest: Mapping[str, Any], handles: Mapping[str, Params], *, prune: bool = True
+    ) -> Path:
+        """Write a checkpoint and, to `prune`, remove those beyond the last `keep`; its folder.
 
         `manifest` holds JSON values. ResourceError, before anything is written, if the disk is too full.
         """
@@ -82,7 +84,8 @@ class Checkpoints:
             raise
         fsync_folder(scratch)
         self._put_in_place(scratch, self.folder / name)
-        self._prune()
+        if prune:
+            self._prune()
         return self.folder / name
 
     def load_latest(self) -> tuple[dict[str, Any], dict[str, Params]] | None:

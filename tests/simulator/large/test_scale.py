@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.coordinator.core import Plan
 from potluck.coordinator.deck import Deck
+from potluck.coordinator.plan import Plan
 from potluck.fleet.config import FleetConfig
 from potluck.planner.flops import step_work
 from potluck.planner.memory import ModelDims

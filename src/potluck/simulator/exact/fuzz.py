@@ -24,8 +24,8 @@ import torch
 
 from potluck.aggregation.config import AggregationConfig
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.coordinator.core import CheckpointConfig, ValidationConfig
 from potluck.coordinator.events import Event
+from potluck.coordinator.plan import CheckpointConfig, ValidationConfig
 from potluck.fleet.config import FleetConfig
 from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from potluck.clock import Clock, Executor, Lanes
-from potluck.coordinator.core import Coordinator, Plan
+from potluck.coordinator.core import Coordinator
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event
 from potluck.coordinator.loop import train
+from potluck.coordinator.plan import Plan
 from potluck.coordinator.service import CoordinatorService
 from potluck.protocol import pb
 from potluck.protocol.frames import CHUNK_HEADER_BYTES, unpack_chunk

@@ -267,7 +267,9 @@ class MetaCheckpoints(Checkpoints):
         super().__init__(folder, params, keep=keep)
         self._names: tuple[str, ...] = ()
 
-    def save(self, name: str, manifest: Mapping[str, Any], handles: Mapping[str, Params]) -> Path:
+    def save(
+        self, name: str, manifest: Mapping[str, Any], handles: Mapping[str, Params], *, prune: bool = True
+    ) -> Path:
         self._names = (*self._names, name)[-self.keep :]
         return self.folder / name
 

@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 
 from potluck.clock import Lanes, VirtualClock, run_virtual
-from potluck.coordinator.core import Coordinator, Plan
+from potluck.coordinator.core import Coordinator
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event
 from potluck.coordinator.loop import train
+from potluck.coordinator.plan import Plan
 from potluck.coordinator.service import CoordinatorService
 from potluck.planner.cost import Phases, energy_j
 from potluck.planner.memory import ModelDims, training_memory
