@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from potluck.storage.digest import Hasher
-from potluck.storage.files import fsync_folder, full_disk_named, require_free
+from potluck.storage.files import fsync_folder, full_disk_named
 from potluck.storage.params import ParamStore
 from potluck.types.errors import CorruptError
 from potluck.types.params import Params, type_bytes
@@ -69,7 +69,7 @@ class Checkpoints:
         """
         assert all(map(_safe_name.fullmatch, (name, *handles))), f"{name}, {list(handles)} are file names"
         need_bytes = sum(h.numel for h in handles.values()) * type_bytes + _slack_bytes
-        require_free(self.folder, need_bytes)
+        self._params.spares.require_free(self.folder, need_bytes)
         number = 1 + max((m.number for m in self._newest_first([])), default=0)
         scratch = self.folder / f".{name}.tmp"
         shutil.rmtree(scratch, ignore_errors=True)
