@@ -14,8 +14,8 @@ from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract import checks
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.codecs.bundle import pack_tensors
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
+from potluck.simulator.exact.problem import Problem
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, task

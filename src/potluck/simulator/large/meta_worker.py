@@ -32,7 +32,7 @@ from potluck.fleet.roster import LeaseId
 from potluck.planner.flops import step_work
 from potluck.planner.memory import ModelDims
 from potluck.protocol import pb
-from potluck.simulator.meta import MetaObjects, meta_digest
+from potluck.simulator.large.meta import MetaObjects, meta_digest
 from potluck.storage.digest import check_digest
 from potluck.strategies.replica import Loss, Mailbox, Replica, Step
 from potluck.strategies.run import RunSpec
@@ -220,9 +220,6 @@ class Inline:
 class NoSnapshot(SnapshotFile):
     """A task that a crash ends is begun again."""
 
-    def __init__(self) -> None:
-        pass
-
     def num_steps(self, task: str) -> int:
         return 0
 
@@ -234,9 +231,9 @@ class MetaFolder(RunFolder):
     """What a worker keeps, without a disk. It outlives the worker's process as a disk would."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.objects = MetaObjects(root / "objects")
-        self.snapshot = NoSnapshot()
+        self.places = MetaObjects(root / "objects")
+        super().__init__(root, self.places)
+        self.snapshot = NoSnapshot(root, self.places.spares)
         self._versions: set[str] = set()
         self._sent: dict[LeaseId, pb.TaskResult] = {}
         self._unsent: dict[LeaseId, pb.TaskResult] = {}
@@ -316,7 +313,7 @@ class MetaRunner(Runner):
 
     def __init__(self, deeds: Deeds, *, folder: MetaFolder, compute: DeviceCompute, **parts: Any) -> None:
         super().__init__(spec=deeds.spec, folder=folder, compute=compute, **parts)
-        self._deeds, self._device, self._places = deeds, compute, folder.objects
+        self._deeds, self._device, self._places = deeds, compute, folder.places
 
     def _perform(
         self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any], begun_at: float,

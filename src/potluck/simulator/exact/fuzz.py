@@ -24,16 +24,16 @@ import torch
 
 from potluck.aggregation.config import AggregationConfig
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.coordinator.core import CheckpointConfig, ValidationConfig
 from potluck.coordinator.events import Event
+from potluck.coordinator.plan import CheckpointConfig, ValidationConfig
 from potluck.fleet.config import FleetConfig
 from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
-from potluck.simulator.faults import KINDS, Chaos, Fault, Kind, coordinator, draw
-from potluck.simulator.invariants import Violated, Witness
-from potluck.simulator.lives import own_tasks
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.faults import KINDS, Chaos, Fault, Kind, coordinator, draw
+from potluck.simulator.exact.invariants import Violated, Witness
+from potluck.simulator.exact.lives import own_tasks
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
