@@ -21,6 +21,7 @@ from potluck.types.profile import DeviceProfile
 
 # Each worker takes 1 s for a sequence by its past and has 10 of them.
 num_sequences = 10
+begun_at = 50.0
 
 
 class Call:
@@ -68,10 +69,11 @@ def play(make: Callable[[], Call], num_missing: int, script: Script) -> list[tup
     """Let each line of the script happen at its time; in the end everyone answers."""
 
     async def main() -> list[tuple[float, str]]:
+        await asyncio.sleep(begun_at)
         call = make()
         waiting = asyncio.create_task(call.outcomes(num_missing))
         for at, do in script:
-            await asyncio.sleep(at - call.clock.now())
+            await asyncio.sleep(begun_at + at - call.clock.now())
             do(call)
         await asyncio.sleep(100.0)
         for name, lease in call.leases.items():
@@ -79,7 +81,7 @@ def play(make: Callable[[], Call], num_missing: int, script: Script) -> list[tup
                 call.reply(name)
         outcomes = await waiting
         assert outcomes == {name: lease.outcome.result() for name, lease in call.leases.items()}
-        return [(round(at, 3), name) for at, name in call.told]
+        return [(round(at - begun_at, 3), name) for at, name in call.told]
 
     return run_virtual(main())
 

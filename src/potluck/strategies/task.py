@@ -80,6 +80,7 @@ class BoundTask:
         With `per_step` sequences for each step the fleet may have it end early, after a whole number of steps that the
         scalar `num_steps` of its result tells (`Replica.is_cut_short`).
         """
+        assert not per_step or num_sequences % per_step == 0, f"{num_sequences} sequences are no steps of {per_step}"
         return replace(self, num_sequences=num_sequences, sequences_per_step=per_step)
 
     def held_out(self, part: int) -> BoundTask:
