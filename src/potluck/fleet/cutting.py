@@ -44,10 +44,15 @@ class Cutting:
 
     async def outcomes(self) -> dict[str, Outcome]:
         """Wait for all of them."""
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(self._watch())
+        watching = asyncio.create_task(self._watch())
+        try:
             found = {key: await lease.outcome for key, lease in self._leases.items()}
+        except asyncio.CancelledError:
             watching.cancel()
+            raise
+        if watching.done():
+            watching.result()  # an error in it is ours: let it show
+        watching.cancel()
         return found
 
     async def _watch(self) -> None:

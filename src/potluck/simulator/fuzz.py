@@ -65,6 +65,7 @@ class Case:
     links: tuple[Link, ...]  # of each worker
     seconds: tuple[float, ...]  # that each worker takes for four sequences
     faults: tuple[Fault, ...]
+    reconnect_s: float = 6.0
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -126,10 +127,24 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
             kinds=kinds,
         ),
     )
-    if case.balance == "none" or case.strategy != "diloco":
-        return case
-    # Who is late is known from the third round on, and only work of several steps can end early.
-    return replace(case, num_rounds=case.num_rounds + 2, num_inner_steps=3 * case.num_inner_steps)
+    return case if case.balance == "none" or case.strategy != "diloco" else _with_late_work(case, chance, kinds)
+
+
+def _with_late_work(case: Case, chance: random.Random, kinds: Sequence[Kind]) -> Case:
+    """Who is late is known from the third round on, and only work of several steps can end early: so more of both, and
+    faults that hold workers up there."""
+    holding_up: list[Kind] = [kind for kind in ("crash", "hang", "slow", "partition") if kind in kinds]
+    faults = tuple(
+        Fault(
+            machine=chance.choice(case.workers), kind=chance.choice(holding_up), point=chance.randrange(200, 1000),
+            lasts_s=round(10 ** chance.uniform(0.0, 1.5), 2),
+        )
+        for _ in range(3 if holding_up else 0)
+    )  # fmt: skip
+    return replace(
+        case, num_rounds=case.num_rounds + 2, num_inner_steps=3 * case.num_inner_steps, reconnect_s=30.0,
+        faults=(*case.faults, *faults),
+    )  # fmt: skip
 
 
 def play_seed(
@@ -268,6 +283,7 @@ class _Play:
         case = self.case
         fleet = FleetConfig(
             min_workers=case.min_workers,
+            reconnect_s=case.reconnect_s,
             no_progress_s=60.0,
             quarantine_s=30.0,
             max_discarded_rounds=20,
