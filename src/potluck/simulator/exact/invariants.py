@@ -38,6 +38,8 @@ from potluck.types.params import Fragment, Params
 
 Position = tuple[int, str, int]
 """epoch, shard, sequence"""
+Counted = tuple[int, tuple[Position, ...]]
+"""How many sequences a task was granted, and those it trained."""
 
 
 class Violated(AssertionError):
@@ -52,7 +54,8 @@ class Witness:
         self._state: State | None = None  # of the last commit that was seen
         self._values: dict[str, Tensor] = {}  # its vectors by the names of its handles
         self._trained: list[set[Position]] = []  # by round
-        self.counted: list[dict[str, tuple[Position, ...]]] = []  # by round: what counted, and the data it was made of
+        self.counted: list[dict[str, Counted]] = []  # by round: what counted, and the data it was made of
+        self.num_cut_short = 0  # tasks that ended before all they were granted was trained
         self.num_commits = 0
 
     @property
@@ -128,20 +131,24 @@ class Witness:
 
     def _check_data(self, run: Coordinator, round: int, attempt: int, rows: Mapping[str, ReplyRow]) -> None:
         trained: set[Position] = set()
-        counted: dict[str, tuple[Position, ...]] = {}
+        counted: dict[str, Counted] = {}
         before: set[Position] = set().union(*self._trained)
         for lease in run.ledger.leases(round, attempt):
             row = rows.get(lease.key)
             if row is None or row.worker != lease.worker or lease.status != "replied":
                 continue
             message = pb.Lease.FromString(lease.lease)
-            own = [(s.epoch, s.shard, i) for s in message.spans for i in range(s.start, s.stop)]
+            granted = [(s.epoch, s.shard, i) for s in message.spans for i in range(s.start, s.stop)]
+            own = granted
+            if message.sequences_per_step:  # it may have been cut short: then only the first of them were trained
+                own = granted[: int(row.scalars["num_steps"]) * message.sequences_per_step]
+                self.num_cut_short += len(own) < len(granted)
             if len(own) * self._seq_len != int(row.scalars["num_tokens"]):
                 raise Violated(f"{lease.key} read {len(own)} sequences and counts {row.scalars['num_tokens']} tokens")
             if twice := [p for p in own if p in before or p in trained]:
                 raise Violated(f"{lease.key} of round {round} trained {twice[0]} a second time")
             trained.update(own)
-            counted[lease.key] = tuple(own)
+            counted[lease.key] = (len(granted), tuple(own))
         if sum(int(row.scalars["num_tokens"]) for row in rows.values()) != len(trained) * self._seq_len:
             raise Violated(f"round {round} counts tokens without data")
         self._trained.append(trained)
