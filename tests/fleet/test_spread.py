@@ -16,8 +16,8 @@ from torch import Tensor
 
 from potluck.clock import run_virtual
 from potluck.contract.checks import Outcome, play
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.bag import Operand, Piece
 from potluck.strategies.fleet import Fleet, Head, WorkerInfo
 from potluck.strategies.run import RunFacts

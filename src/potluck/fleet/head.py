@@ -6,27 +6,30 @@ sequences. What the work computed is not written down: a step that was not commi
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from torch import Tensor
 
-from potluck.clock import Clock
+from potluck.clock import Clock, Lanes
 from potluck.clock.conversation import Ask
 from potluck.data.shards import Span
 from potluck.data.stream import Sequences, SpanSource, open_shard
+from potluck.fleet.attempt import Attempt
+from potluck.fleet.data import DataPlane
 from potluck.fleet.spread import Spreader
 from potluck.protocol import pb
 from potluck.storage.digest import check_digest
-from potluck.storage.ledger import LeaseRow
+from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
 from potluck.strategies.bag import Bag
-from potluck.strategies.fleet import WorkerInfo
+from potluck.strategies.fleet import Head, HeadResult, WorkerInfo
 from potluck.strategies.run import RunFacts
+from potluck.strategies.task import Result
 from potluck.types.ids import WorkerId
 from potluck.types.params import Params
 from potluck.types.vector import Vector
@@ -65,13 +68,66 @@ class HeadDesk:
         self.ask(self.spreader.spread(bag, scope=self.scope))
 
 
-def head_lease(key: str, round: int, spans: Sequence[pb.Span], num_sequences: int) -> LeaseRow:
-    """The line of the ledger that keeps what data the head was dealt."""
-    message = pb.Lease(
-        key=key, round=round, task="head", kind="head", arguments_json=json.dumps({}), spans=spans,
-        num_sequences=num_sequences,
-    )  # fmt: skip
-    return LeaseRow(key=key, issue=0, worker=HEAD, lease=message.SerializeToString(), status="open")
+@dataclass(frozen=True, kw_only=True)
+class HeadWork:
+    """Does work on the head, for attempts at rounds."""
+
+    spreader: Spreader
+    params: ParamStore
+    objects: ObjectStore
+    data: DataPlane
+    ledger: Ledger
+    clock: Clock
+    lanes: Lanes
+
+    async def run(
+        self, work: Callable[[Head], Result], attempt: Attempt, run: RunFacts, *, key: str, num_sequences: int,
+        held_out_parts: int, name: Callable[[str], str],
+    ) -> HeadResult:  # fmt: skip
+        """As `Fleet.head` says. `name` gives vectors that are made names of their own."""
+        spans = [span for part in range(held_out_parts) for span in self.data.held_out(part)]
+        if num_sequences:
+            spans = await self._dealt(attempt, key, num_sequences)
+
+        def perform(ask: Ask) -> HeadResult:
+            desk = HeadDesk(
+                ask=ask, spreader=self.spreader, scope=f"{attempt.round}.{attempt.attempt}", params=self.params,
+                clock=self.clock, data=read_spans(spans, self.objects, run),
+            )  # fmt: skip
+            result = work(desk)
+            handles = {what: self.params.create(name(what), vector) for what, vector in result.tensors.items()}
+            return HeadResult(scalars=result.scalars, handles=handles)
+
+        result = await self.lanes.compute.converse(perform)
+        if num_sequences:
+            attempt.consumed[key] = ReplyRow(key=key, worker=HEAD, object="", scalars=result.scalars, version="")
+        return result
+
+    async def _dealt(self, attempt: Attempt, key: str, num_sequences: int) -> list[pb.Span]:
+        """What it was dealt for this piece of work, now or before a restart."""
+        rows = attempt.leases.get(key)
+        if rows is None:
+            spans = self.data.deal(HEAD, num_sequences)
+            message = pb.Lease(
+                key=key, round=attempt.round, task="head", kind="head", spans=spans, num_sequences=num_sequences
+            )
+            row = LeaseRow(key=key, issue=0, worker=HEAD, lease=message.SerializeToString(), status="open")
+            rows = attempt.leases[key] = [row]
+            deal = self.data.to_json()
+            await self.lanes.ledger.run(self.ledger.issue, attempt.round, attempt.attempt, rows, deal)
+        return list(pb.Lease.FromString(rows[-1].lease).spans)
+
+
+def credit(attempt: Attempt, key: str, num_tokens: Mapping[WorkerId, int]) -> None:
+    """As `Fleet.credit` says: the tokens of the head's work, in part its devices'."""
+    of_head = attempt.consumed[key]
+    left = max(int(of_head.scalars.get("num_tokens", 0)) - sum(num_tokens.values()), 0)
+    attempt.consumed[key] = dataclasses.replace(of_head, scalars={**of_head.scalars, "num_tokens": left})
+    for worker, number in num_tokens.items():
+        name = f"{key}/{worker}"
+        attempt.consumed[name] = ReplyRow(
+            key=name, worker=worker, object="", scalars={"num_tokens": number}, version=""
+        )
 
 
 def read_spans(spans: Sequence[pb.Span], objects: ObjectStore, run: RunFacts) -> Iterator[Tensor]:

@@ -12,21 +12,19 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from potluck.aggregation.report import Report
 from potluck.clock import Clock, Lanes
-from potluck.clock.conversation import Ask
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.claims import claims_of
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.cutting import Cutting
 from potluck.fleet.data import DataPlane
 from potluck.fleet.encoding import UpEncoding
-from potluck.fleet.head import HEAD, HeadDesk, head_lease, read_spans
+from potluck.fleet.head import HEAD, HeadWork, credit
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, wire_attempt
 from potluck.fleet.paces import Paces, cohort, facts
 from potluck.fleet.publisher import Publisher
@@ -72,6 +70,9 @@ class LiveFleet:
         self.book = LeaseBook()
         self.watching = Watch(roster, self.book, clock, lose=self._lose)
         self.spreader = Spreader(roster, clock, lanes.transfers)
+        self._head = HeadWork(
+            spreader=self.spreader, params=params, objects=objects, data=data, ledger=ledger, clock=clock, lanes=lanes
+        )
         self.floating = Attempt(round=FLOATING)
         self._now = Attempt()
         self.operands: dict[LeaseId, tuple[Tensor, ...]] = {}  # inline tensors of open leases
@@ -438,43 +439,13 @@ class LiveFleet:
     async def head(
         self, work: Callable[[Head], Result], *, key: str, num_sequences: int = 0, held_out_parts: int = 0
     ) -> HeadResult:
-        spans = [span for part in range(held_out_parts) for span in self.data.held_out(part)]
-        if num_sequences:
-            spans = await self._dealt_to_head(key, num_sequences)
-        run, scope = self._run, f"{self._now.round}.{self._now.attempt}"
-
-        def perform(ask: Ask) -> HeadResult:
-            data = read_spans(spans, self.objects, run)
-            desk = HeadDesk(
-                ask=ask, spreader=self.spreader, scope=scope, params=self.params, clock=self._clock, data=data
-            )
-            result = work(desk)
-            made = {name: self.params.create(self._output_name(name), v) for name, v in result.tensors.items()}
-            return HeadResult(scalars=result.scalars, handles=made)
-
-        result = await self._lanes.compute.converse(perform)
-        if num_sequences:
-            self._now.consumed[key] = ReplyRow(key=key, worker=HEAD, object="", scalars=result.scalars, version="")
-        return result
-
-    async def _dealt_to_head(self, key: str, num_sequences: int) -> list[pb.Span]:
-        rows = self._now.leases.get(key)
-        if rows is None:
-            row = head_lease(key, self._now.round, self.data.deal(HEAD, num_sequences), num_sequences)
-            rows = self._now.leases[key] = [row]
-            await self._lanes.ledger.run(
-                self.ledger.issue, self._now.round, self._now.attempt, rows, self.data.to_json()
-            )
-        return list(pb.Lease.FromString(rows[-1].lease).spans)
+        return await self._head.run(
+            work, self._now, self._run, key=key, num_sequences=num_sequences, held_out_parts=held_out_parts,
+            name=self._output_name,
+        )  # fmt: skip
 
     def credit(self, key: str, num_tokens: Mapping[WorkerId, int]) -> None:
-        of_head = self._now.consumed[key]
-        left = max(int(of_head.scalars.get("num_tokens", 0)) - sum(num_tokens.values()), 0)
-        self._now.consumed[key] = replace(of_head, scalars={**of_head.scalars, "num_tokens": left})
-        for worker, number in num_tokens.items():
-            name = f"{key}/{worker}"
-            scalars = {"num_tokens": number}
-            self._now.consumed[name] = ReplyRow(key=name, worker=worker, object="", scalars=scalars, version="")
+        credit(self._now, key, num_tokens)
 
     # Sessions
 
