@@ -226,7 +226,7 @@ def moves_what_it_says(problem: Problem, make: MakeStrategy, *, num_workers: int
 def _facts(plan: Plan) -> RunFacts:
     nothing = Params(())
     return RunFacts(
-        seed=plan.spec.seed, layout=plan.layout, model_config=plan.spec.model_config_json, initial=nothing,
-        zeros=nothing, seq_len=plan.spec.seq_len, inner=plan.spec.inner, budget=plan.budget,
+        seed=plan.spec.seed, layout=plan.layout, initial=nothing, zeros=nothing,
+        model_config=plan.spec.model_config_json, seq_len=plan.spec.seq_len, inner=plan.spec.inner, budget=plan.budget,
         up_codec=plan.up_codec, down_codec=plan.down_codec,
     )  # fmt: skip

@@ -33,6 +33,7 @@ from potluck.storage.params import ParamStore
 from potluck.strategies import evaluation
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
+from potluck.strategies.strategy import HeadStrategy
 from potluck.transport.connection import Traffic
 from potluck.transport.pace import Pacer
 from potluck.types.errors import CorruptError, RoundFailed, RunStopped
@@ -117,6 +118,7 @@ class Coordinator:
                 seed=plan.spec.seed,
                 layout=plan.layout,
                 model_config=plan.spec.model_config_json,
+                precision=plan.spec.precision,
                 initial=params.find("initial", plan.layout.numel) or params.create("initial", plan.initial()),
                 zeros=params.zeros("zeros", plan.layout.numel),
                 seq_len=plan.spec.seq_len,
@@ -342,7 +344,9 @@ class Coordinator:
         self.fleet.phase = "validating"
         await self.fleet.begin(state.round, VALIDATION_ATTEMPT + self._num_roll_backs)
         try:
-            if self.plan.spec.data_access == "private":
+            if isinstance(self.strategy, HeadStrategy):
+                loss = await self.strategy.evaluate(state, self.fleet, self.deck.num_held_out)
+            elif self.plan.spec.data_access == "private":
                 loss = await evaluation.on_private_data(self.fleet, state.params)
             else:
                 loss = await evaluation.on_shared_data(self.fleet, state.params, self.deck.num_held_out)

@@ -25,6 +25,7 @@ from potluck.storage.files import write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.registry import strategy_type
 from potluck.strategies.run import RunSpec
+from potluck.strategies.strategy import HeadStrategy
 from potluck.types.errors import CorruptError, DataError, RecipeError
 from potluck.types.ids import Digest
 from potluck.types.params import Layout
@@ -129,6 +130,13 @@ def sketch(recipe: Recipe) -> Plan:
 
 def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, tokenizer_object: str) -> Plan:
     file = recipe.strategy.file
+    strategy = strategy_type(recipe.strategy.name)(recipe.strategy.settings)
+    on_head = isinstance(strategy, HeadStrategy)
+    if on_head and recipe.data.access != "shared":
+        raise RecipeError(
+            f"strategy {recipe.strategy.name} trains on this machine, with the devices' help, and needs data.shared; "
+            f"data is {recipe.data.access}"
+        )
     spec = RunSpec(
         run_id=run_id,
         name=recipe.name,
@@ -146,10 +154,11 @@ def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, t
         heartbeat_s=recipe.fleet.heartbeat_s,
         snapshot_every_steps=recipe.fleet.snapshot_every_steps,
         up_rules=recipe.codec.up_rules,
+        devices_hold_model=not on_head,
     )
     return Plan(
         spec=spec,
-        strategy=strategy_type(recipe.strategy.name)(recipe.strategy.settings),
+        strategy=strategy,
         layout=layout,
         initial=lambda: initial_vector(recipe.model, config, seed=recipe.seed),
         aggregation=recipe.aggregation,

@@ -71,7 +71,6 @@ class RunFacts:
 
     seed: int
     layout: Layout
-    model_config: Mapping[str, Any]  # a transformers configuration
     initial: Params
     zeros: Params  # a vector of zeros of the model's size
     seq_len: int
@@ -83,6 +82,8 @@ class RunFacts:
     down_rules: tuple[CodecRule, ...] = ()
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
+    model_config: Mapping[str, Any] = field(default_factory=dict[str, Any])  # a transformers configuration
+    precision: str = "fp32"
 
     @property
     def down(self) -> CodecSpec:
