@@ -30,9 +30,9 @@ def scene(seed: int) -> tuple[list[Played], random.Random]:
     devices = [
         Played(
             WorkerId(f"d{i}"),
-            down=10 ** chance.uniform(5, 6),
-            up=10 ** chance.uniform(4.7, 5.7),
-            flops=10 ** chance.uniform(6, 7),
+            down=10 ** chance.uniform(3.5, 4.5),
+            up=10 ** chance.uniform(3.2, 4.2),
+            flops=10 ** chance.uniform(4.5, 5.5),
             memory=int(10 ** chance.uniform(3.6, 6)),
             optimism=chance.choice((1.0, 1.0, 0.3, 3.0, 30.0)),
             jitter=chance.choice((0.0, 0.1, 0.5)),
@@ -42,9 +42,9 @@ def scene(seed: int) -> tuple[list[Played], random.Random]:
     for d in devices[1:]:
         match chance.randrange(10):
             case 0:
-                d.dies_at = chance.uniform(0, 2)
+                d.dies_at, d.notice_s = chance.uniform(0, 2), chance.choice((0.0, 1.0, 6.0))
             case 1:
-                d.hangs_at = chance.uniform(0, 1)
+                d.hangs_at = chance.uniform(0, 2)
             case 2:
                 d.lies = chance.choice((1.0, 0.3))
             case 3:
@@ -56,7 +56,7 @@ def scene(seed: int) -> tuple[list[Played], random.Random]:
             case 6:
                 d.joins_at = chance.uniform(0, 2)
             case 7:
-                d.leaves_at = chance.uniform(0, 1)
+                d.leaves_at = chance.uniform(0, 2)
                 d.returns_at = d.leaves_at + chance.uniform(0.1, 3)
             case _:
                 pass
@@ -72,7 +72,7 @@ def test_whatever_devices_do_the_product_is_whole(first: int) -> None:
             product, devices, num_slabs=min(chance.choice((1, 1, 3)), product.shape[1]), num_each=chance.choice((1, 3))
         )
         bag = TileBag(
-            product, placed, terms=terms(), times=TileTimes(num_in_flight=chance.choice((1, 2, 4))), seed=seed
+            product, placed, terms=terms(), times=TileTimes(num_in_flight=chance.choice((1, 2, 4))), secret=seed
         )
         play(bag, devices, seed)
         assert torch.equal(bag.result(), product.a.values @ product.b.values), seed

@@ -85,7 +85,8 @@ class Lane:
     device: TileDevice
     is_here: bool = True
     is_barred: bool = False  # it lied, or failed time and again: nothing more in this product
-    queue: deque[Tile] = field(default_factory=deque[Tile])
+    queue: deque[tuple[Tile, Stages]] = field(default_factory=deque[tuple["Tile", Stages]])
+    promised: set[str] = field(default_factory=set[str])  # shards of what waits or waited, sent or not
     flying: dict[Flight, None] = field(default_factory=dict[Flight, None])  # in the order they were sent
     bytes_flying: int = 0  # of all of `flying`, operands that they share once
     shards: Counter[str] = field(default_factory=Counter[str])  # of them, how many of `flying` read each

@@ -21,11 +21,10 @@ from potluck.strategies.sub_gemm.lane import Need
 from potluck.strategies.sub_gemm.product import Matrix, Product
 from potluck.strategies.sub_gemm.times import Stages, stages
 from potluck.types.errors import InvalidUpdate
-from potluck.types.ids import WorkerId
 
 TASK = "sub_gemm.tile"
 
-Holds = Callable[[WorkerId, str], bool]
+Holds = Callable[[str], bool]
 """Whether a device has a shard of that name, so that it need not be sent."""
 Check = Callable[[Tensor, Tensor, Tensor, torch.Generator], None]
 """check(a, b, c, generator): InvalidUpdate if c is not a b, for a and b as the device got them."""
@@ -60,13 +59,18 @@ class _Factor:
         return Operand(self._stored[slice(*first), slice(*second)], self.name(rows, cols))
 
 
+def title(product: Product) -> str:
+    """For people."""
+    m, n, q = product.shape
+    return f"{product.kind.replace('_', ' ')} {m} x {n} x {q} of {product.layer or 'a layer'}"
+
+
 class Pieces:
     """The pieces of one product. `stretch`: what devices together wait for the coordinator's link, as a factor."""
 
-    def __init__(self, product: Product, terms: Terms, holds: Holds, stretch: float) -> None:
-        m, n, q = product.shape
-        self.name = f"{product.kind.replace('_', ' ')} {m} x {n} x {q} of {product.layer or 'a layer'}"
-        self._product, self._terms, self._holds, self._stretch = product, terms, holds, stretch
+    def __init__(self, product: Product, terms: Terms, stretch: float) -> None:
+        self.name = title(product)
+        self._product, self._terms, self._stretch = product, terms, stretch
         self._a, self._b = _Factor(product.a), _Factor(product.b)
 
     def piece(self, box: Box) -> Piece:
@@ -91,10 +95,9 @@ class Pieces:
             (self._b.name(box[4:], box[2:4]), cols * box.depth),
         )
 
-    def down_bytes(self, worker: WorkerId, box: Box) -> float:
+    def down_bytes(self, box: Box, holds: Holds) -> float:
         """Of the operands that a device does not hold."""
-        sent = (size for name, size in self.shards(box) if not (name and self._holds(worker, name)))
-        return sum(sent) * self._terms.sizes.down
+        return sum(size for name, size in self.shards(box) if not (name and holds(name))) * self._terms.sizes.down
 
     def need(self, box: Box) -> Need:
         """What a device needs for it, operands that others in flight share apart."""
@@ -105,8 +108,8 @@ class Pieces:
             result_bytes=math.ceil(rows * cols * held),
         )
 
-    def stages(self, device: TileDevice, box: Box) -> Stages:
-        down_bytes, up_bytes = self.down_bytes(device.id, box), self._terms.sizes.up_bytes(box)
+    def stages(self, device: TileDevice, box: Box, holds: Holds) -> Stages:
+        down_bytes, up_bytes = self.down_bytes(box, holds), self._terms.sizes.up_bytes(box)
         return stages(device, box, down_bytes=down_bytes, up_bytes=up_bytes, stretch=self._stretch)
 
     def checked(self, piece: Piece, reply: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:

@@ -21,9 +21,9 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from threading import Lock
 
@@ -34,10 +34,12 @@ from potluck.strategies.bag import Piece
 from potluck.strategies.fleet import WorkerInfo
 from potluck.strategies.sub_gemm.assembly import Box
 from potluck.strategies.sub_gemm.deal import Candidates, least_side
+from potluck.strategies.sub_gemm.holdings import Holdings
 from potluck.strategies.sub_gemm.lane import Flight, Lane, Tile
-from potluck.strategies.sub_gemm.pieces import Holds, Pieces, Terms
+from potluck.strategies.sub_gemm.pieces import Pieces, Terms
 from potluck.strategies.sub_gemm.product import Product
-from potluck.strategies.sub_gemm.times import TileTimes
+from potluck.strategies.sub_gemm.tally import Tally
+from potluck.strategies.sub_gemm.times import Stages, TileTimes
 from potluck.strategies.sub_gemm.tree import Tree
 from potluck.types.errors import InvalidUpdate, RoundFailed
 from potluck.types.ids import WorkerId
@@ -50,27 +52,6 @@ least_copy_gain, least_head_gain = 0.25, 0.5
 """Of what is left to wait: a copy that saves less is not worth its bytes, nor the head's work."""
 most_lane_failures = 3
 """A device that failed so often gets nothing more of this product."""
-
-
-@dataclass
-class Tally:
-    """What happened to the tiles of one product, or of many."""
-
-    num_issued: int = 0
-    num_reissued: int = 0  # that somebody else has, or had, too
-    num_copies: int = 0  # of them near the end, while nothing was wrong
-    num_late: int = 0
-    num_lost: int = 0
-    num_refused: int = 0
-    num_ignored: int = 0  # replies that came too late
-    num_by_head: int = 0
-    down_bytes: Counter[WorkerId] = field(default_factory=Counter[WorkerId])  # without what devices held
-    up_bytes: Counter[WorkerId] = field(default_factory=Counter[WorkerId])
-
-    def add(self, other: Tally) -> None:
-        for name, value in vars(other).items():
-            mine = getattr(self, name)
-            setattr(self, name, mine + value) if isinstance(value, int) else mine.update(value)
 
 
 class TileBag:
@@ -86,18 +67,19 @@ class TileBag:
         *,
         terms: Terms,
         times: TileTimes,
-        holds: Holds = lambda worker, name: False,
+        holdings: Holdings | None = None,
         stretch: float = 1.0,
-        seed: int | str = 0,
+        secret: int | str = 0,
     ) -> None:
         self.product, self.tally = product, Tally()
         self.began_at = self.ended_at = math.nan
-        self._terms, self._times = terms, times
-        self._pieces = Pieces(product, terms, holds, stretch)
+        self.predicted_s = 0.0  # when the first tiles were handed out
+        self._terms, self._times, self._holdings = terms, times, holdings or Holdings()
+        self._pieces = Pieces(product, terms, stretch)
         self._planned = list(placed)
         m, n, q = product.shape
         self._tree = Tree(Box(0, m, 0, q, 0, n), (box for _, box in self._planned), product.a.values.device)
-        self._chance = random.Random(seed)
+        self._chance = random.Random(secret)
         self._lock = Lock()
         self._lanes: dict[WorkerId, Lane] = {}
         self._here: tuple[WorkerInfo, ...] = ()
@@ -121,10 +103,12 @@ class TileBag:
 
     def issue(self, here: Sequence[WorkerInfo], now: float) -> Sequence[tuple[WorkerId, Piece]]:
         with self._lock:
-            self._meet(tuple(here), now)
+            is_first = self._meet(tuple(here), now)
             self._look_for_late(now)
             self._settle()
             sent = self._hand_out(now)
+            if is_first:
+                self.predicted_s = max((lane.free_at for lane in self._lanes.values()), default=now) - now
             if self._tree.open and not self._flights:
                 for lane in self._lanes.values():  # the late ones are better than nobody
                     lane.is_late = False
@@ -201,12 +185,13 @@ class TileBag:
 
     # Devices come and go
 
-    def _meet(self, here: tuple[WorkerInfo, ...], now: float) -> None:
-        """Take note of who is here. The first time, put the plan's tiles where they belong."""
+    def _meet(self, here: tuple[WorkerInfo, ...], now: float) -> bool:
+        """Take note of who is here. The first time, True, put the plan's tiles where they belong."""
         if here != self._here:
             gone = {worker.id for worker in self._here} - {worker.id for worker in here}
             for id in sorted(gone):
                 self._lanes[id].is_here = False
+                self._holdings.forget(id)
                 self._take_back(self._lanes[id])
             for worker in here:
                 lane = self._lanes.get(worker.id)
@@ -217,19 +202,22 @@ class TileBag:
                 lane.is_here, lane.is_late = True, False
                 self._awake[lane] = None
             self._here = here
-        if self._planned:
-            self.began_at = now
-            for id, box in self._planned:
-                tile, lane = self._tree.add(box), self._lanes.get(id)
-                if lane is None or not self._place(tile, lane, now):
-                    self._orphans.append(tile)
-            self._planned = []
+        if not self._planned:
+            return False
+        self.began_at = now
+        for id, box in self._planned:
+            tile, lane = self._tree.add(box), self._lanes.get(id)
+            if lane is None or not self._place(tile, lane, now):
+                self._orphans.append(tile)
+        self._planned = []
+        return True
 
     def _take_back(self, lane: Lane) -> None:
         """What only waits for a device is to go elsewhere."""
         lane.free_at = max((flight.ends_at for flight in lane.flying), default=0.0)
+        lane.promised.clear()
         while lane.queue:
-            tile = lane.queue.popleft()
+            tile, _ = lane.queue.popleft()
             tile.num_queued -= 1
             if tile.is_leaf and not tile.num_places:
                 self._orphans.append(tile)
@@ -335,9 +323,11 @@ class TileBag:
         """Put a tile at the end of a device's queue, in as many parts as its memory asks for; False for none."""
         boxes = self._terms.sizes.fit(tile.box, lane.device.memory_bytes)
         for part in [tile] if len(boxes) == 1 else self._tree.cut(tile, boxes) if boxes else []:
-            lane.queue.append(part)
+            own = self._stages(lane, part)
+            lane.queue.append((part, own))
+            lane.promised.update(name for name, _ in self._pieces.shards(part.box))
+            lane.wait_for(own, now)
             part.num_queued += 1
-            lane.wait_for(self._pieces.stages(lane.device, part.box), now)
             self._push_backlog(lane)
             self._awake[lane] = None
         return bool(boxes)
@@ -345,7 +335,7 @@ class TileBag:
     def _fill(self, lane: Lane, now: float, sent: list[Flight]) -> None:
         """Send what waits for a device, as far as it has room."""
         while lane.queue:
-            tile = lane.queue[0]
+            tile, planned = lane.queue[0]
             if tile.is_leaf and not lane.has_room(self._pieces.need(tile.box)):
                 return
             lane.queue.popleft()
@@ -353,11 +343,16 @@ class TileBag:
             if tile.is_leaf:
                 sent.append(self._send(tile, lane, now))
             else:
-                lane.give_up(self._pieces.stages(lane.device, tile.box))
+                lane.give_up(planned)
                 self._push_backlog(lane)
 
     def _send(self, tile: Tile, lane: Lane, now: float) -> Flight:
-        piece, own = self._pieces.piece(tile.box), self._pieces.stages(lane.device, tile.box)
+        piece, need = self._pieces.piece(tile.box), self._pieces.need(tile.box)
+        holds = partial(self._holdings.holds, lane.id)
+        own = self._pieces.stages(lane.device, tile.box, holds)
+        self.tally.down_bytes[lane.id] += round(self._pieces.down_bytes(tile.box, holds))
+        named = {operand.name for operand in piece.operands.values()} & need.shards.keys()
+        self._holdings.sent(lane.id, {name: need.shards[name] for name in named}, lane.device.memory_bytes)
         previous = max((flight.ends_at for flight in lane.flying), default=now)
         ends_at = lane.send(own, now)
         slack_s = max(self._times.slack_share(lane.id) * (ends_at - now), least_slack_s) * 2.0**lane.num_late
@@ -365,7 +360,7 @@ class TileBag:
             tile=tile,
             lane=lane,
             piece=piece,
-            need=self._pieces.need(tile.box),
+            need=need,
             stages=own,
             began_at=now,
             ends_at=ends_at,
@@ -379,7 +374,6 @@ class TileBag:
         heapq.heappush(self._ends, (-ends_at, next(self._order), flight))
         self.tally.num_issued += 1
         self.tally.num_reissued += tile.num_issued > 0
-        self.tally.down_bytes[lane.id] += round(self._pieces.down_bytes(lane.id, tile.box))
         tile.num_issued += 1
         return flight
 
@@ -390,14 +384,14 @@ class TileBag:
             if -free_at != victim.free_at or not victim.queue:
                 heapq.heappop(self._backlogs)
                 continue
-            tile = victim.queue[-1]
-            own = self._pieces.stages(lane.device, tile.box)
+            tile, planned = victim.queue[-1]
+            own = self._stages(lane, tile)
             is_sooner = lane.end_of(own, now) < victim.free_at and lane.has_room(self._pieces.need(tile.box))
             if tile.is_leaf and (not is_sooner or lane in tile.failed_on):
                 return False
             victim.queue.pop()
             tile.num_queued -= 1
-            victim.give_up(self._pieces.stages(victim.device, tile.box))
+            victim.give_up(planned)
             self._push_backlog(victim)
             if tile.is_leaf:
                 return self._place(tile, lane, now)
@@ -411,7 +405,7 @@ class TileBag:
             if not (self._is_live(flight) and tile.is_leaf and tile.num_places == 1):
                 heapq.heappop(self._ends)
                 continue
-            own, left_s = self._pieces.stages(lane.device, tile.box), flight.expected_end(now) - now
+            own, left_s = self._stages(lane, tile), flight.expected_end(now) - now
             is_sooner = lane.end_of(own, now) - now < (1 - least_copy_gain) * left_s
             if not is_sooner or lane in tile.failed_on or not lane.has_room(self._pieces.need(tile.box)):
                 return False
@@ -490,6 +484,14 @@ class TileBag:
                 self._close(whole, now)
             whole.into.put(whole.box, tile.into.values)
             tile = whole
+
+    def _stages(self, lane: Lane, tile: Tile) -> Stages:
+        """At the end of a device's queue."""
+        return self._pieces.stages(
+            lane.device,
+            tile.box,
+            lambda name: name in lane.promised or self._holdings.holds(lane.id, name),
+        )
 
     def _push_backlog(self, lane: Lane) -> None:
         if lane.queue:
