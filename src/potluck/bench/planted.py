@@ -46,8 +46,8 @@ plants = (
     Plant(
         name="lost work whose data is not dealt again",
         file="fleet/attempt.py",
-        right="parted(lease.spans, num_trained(lease, reply.scalars) if counts else 0)",
-        wrong="parted(lease.spans, num_trained(lease, reply.scalars) if counts else lease.num_sequences)",
+        right="parted(lease.spans, num_trained(lease, scalars) if counts else 0)",
+        wrong="parted(lease.spans, num_trained(lease, scalars) if counts else lease.num_sequences)",
     ),
     Plant(
         name="data that a task that was cut short left over, counted as trained",

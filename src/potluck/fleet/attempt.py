@@ -46,7 +46,8 @@ class Attempt:
                 lease = pb.Lease.FromString(row.lease)
                 if not lease.held_out:
                     counts = reply is not None and reply.worker == row.worker
-                    trained, left = parted(lease.spans, num_trained(lease, reply.scalars) if counts else 0)
+                    scalars = reply.scalars if reply is not None else {}
+                    trained, left = parted(lease.spans, num_trained(lease, scalars) if counts else 0)
                     data.settle(trained, consumed=True)
                     data.settle(left, consumed=False)
 

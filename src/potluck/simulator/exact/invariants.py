@@ -82,6 +82,7 @@ class Witness:
         self.look(run)
         if self.num_commits != num_rounds:
             raise Violated(f"{num_rounds} rounds are said to be committed and {self.num_commits} are written down")
+        self._check_nothing_is_kept(run)
 
     def look(self, run: Coordinator) -> None:
         """Check every commit since the last look, and the books."""
@@ -203,6 +204,14 @@ class Witness:
         for number in range(deal["num_done"]):
             if number not in under_way and trained.get(number, 0) != self._num_sequences:
                 raise Violated(f"epoch {number} is over with {trained.get(number, 0)} of {self._num_sequences}")
+
+    def _check_nothing_is_kept(self, run: Coordinator) -> None:
+        """When a round ends, all that was handed out for it and not trained has gone back."""
+        deal = run.ledger.deal()
+        handed_out = sum(b - a for epoch in deal["epochs"] for _, a, b in epoch[4]) if deal else 0
+        held = sum(s.stop - s.start for lease in run.fleet.book.open.values() for s in lease.message.spans)
+        if handed_out > held:
+            raise Violated(f"{handed_out} sequences are handed out and {held} are in somebody's hands")
 
     def _check_files(self, run: Coordinator) -> None:
         workers = len(run.roster.members)
