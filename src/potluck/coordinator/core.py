@@ -269,7 +269,7 @@ class Coordinator:
         deal = self.fleet.settle_data(committed=True)
         row = CommitRow(
             round=state.round, attempt=self._attempt, state=proposed.to_json(), deal=deal, accepted=accepted,
-            metrics={"loss": figures.loss, "step_norm": figures.step_norm},
+            metrics={**self.fleet.figures, "loss": figures.loss, "step_norm": figures.step_norm},
         )  # fmt: skip
         await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())
         self.fleet.end(committed=True)

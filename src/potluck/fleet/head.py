@@ -56,13 +56,13 @@ class HeadDesk:
         return Vector(handle.numel, lambda start, stop: self.params.read_slice(handle, start, stop))
 
     def workers(self) -> tuple[WorkerInfo, ...]:
+        return self.ask(self._workers())
+
+    async def _workers(self) -> tuple[WorkerInfo, ...]:
         return self.spreader.here()
 
     def now(self) -> float:
         return self.clock.now()
-
-    def holds(self, worker: WorkerId, name: str) -> bool:
-        return self.spreader.holds(worker, name, scope=self.scope)
 
     def spread(self, bag: Bag) -> None:
         self.ask(self.spreader.spread(bag, scope=self.scope))

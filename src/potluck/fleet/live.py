@@ -82,6 +82,7 @@ class LiveFleet:
         self.watching.late = lambda lease, s: self.paces.observe(lease.worker, s, lease.message.num_sequences)
         self.overflowed: set[WorkerId] = set()  # to whom a loss or gradient of this attempt was not finite
         self._num_outputs = 0
+        self.figures: dict[str, float] = {}  # that the strategy reported in this attempt
         self.phase = "starting"
         self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of work that was given up
         self.claimed: Callable[[OpenLease], None] = lambda _lease: None  # hears that a result will be taken now
@@ -109,6 +110,7 @@ class LiveFleet:
         self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt, first)
         self._inline.clear()
         self.overflowed.clear()
+        self.figures.clear()
         self._num_outputs = 0
 
     async def recover_floating(self) -> None:
@@ -446,6 +448,9 @@ class LiveFleet:
 
     def credit(self, key: str, num_tokens: Mapping[WorkerId, int]) -> None:
         credit(self._now, key, num_tokens)
+
+    def report(self, figures: Mapping[str, float]) -> None:
+        self.figures |= figures
 
     # Sessions
 

@@ -224,11 +224,6 @@ class Spreader:
         for play in self._plays:
             play.changed.set()
 
-    def holds(self, worker: WorkerId, name: str, *, scope: str) -> bool:
-        """Whether a worker is thought to keep a shard of that name."""
-        lane = self._streams.get(worker)
-        return lane is not None and f"{name}@{scope}" in lane.kept
-
     async def write(self, lane: Lane, send: Callable[[bytes], Awaitable[None]]) -> None:
         """Send what is to be sent, for as long as the stream lasts."""
         while True:

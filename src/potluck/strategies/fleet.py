@@ -122,10 +122,6 @@ class Head(Protocol):
         """Seconds on the fleet's clock."""
         ...
 
-    def holds(self, worker: WorkerId, name: str) -> bool:
-        """Whether a worker is thought to keep a shard of that name, so that it need not be sent."""
-        ...
-
     def spread(self, bag: Bag) -> None:
         """Hand out a bag of pieces, and stand still until it is done. RoundFailed where the bag raises it."""
         ...
@@ -181,6 +177,10 @@ class Fleet(Protocol):
 
     def credit(self, key: str, num_tokens: Mapping[WorkerId, int]) -> None:
         """Which workers did so much of what the head's work `key` brought."""
+        ...
+
+    def report(self, figures: Mapping[str, float]) -> None:
+        """Numbers by name for the run's metrics, if this round is committed."""
         ...
 
     async def open(self, worker: WorkerId, task: BoundTask, *, key: str) -> None:

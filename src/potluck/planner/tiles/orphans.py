@@ -23,7 +23,6 @@ from potluck.types.ids import WorkerId
 _most_helpers = 96
 """Survivors that share one orphan."""
 
-
 def replan_orphans(
     plan: Plan, lost: Collection[WorkerId], survivors: Sequence[TileDevice], finished: Collection[Tile]
 ) -> tuple[Tile, ...]:

@@ -108,18 +108,10 @@ def _choose(
     for size in range(1, length):
         one, other = cover.width(first, size, rows), cover.width(first + size, length - size, rows)
         if (one + other) / cols > room:
-            room, best, share = (
-                (one + other) / cols,
-                _Cut(is_side_by_side=True, size=size),
-                one / max(one + other, 1e-9),
-            )
+            room, best, share = (one + other) / cols, _Cut(is_side_by_side=True, size=size), one / max(one + other, 1e-9)
         one, other = cover.height(first, size, cols), cover.height(first + size, length - size, cols)
         if (one + other) / rows > room:
-            room, best, share = (
-                (one + other) / rows,
-                _Cut(is_side_by_side=False, size=size),
-                one / max(one + other, 1e-9),
-            )
+            room, best, share = (one + other) / rows, _Cut(is_side_by_side=False, size=size), one / max(one + other, 1e-9)
     cuts[first, length] = best
     rest = (first + best.size, length - best.size)
     if best.is_side_by_side:
