@@ -11,7 +11,7 @@ The matrix products are the ones a plain backward pass does, so this costs no re
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,32 @@ CHUNK_BYTES = 32 << 20
 """Logits held at a time where they are bigger."""
 
 
+class HeadProducts(Protocol):
+    """The products of the loss in chunks. hidden [rows, dim], weight [vocab, dim], grad (of logits) [rows, vocab]."""
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor: ...
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor: ...
+
+    def add_weight_gradient(self, into: Tensor, grad: Tensor, hidden: Tensor) -> None: ...
+
+
+class NativeHead:
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return hidden @ weight.T
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return grad @ weight
+
+    def add_weight_gradient(self, into: Tensor, grad: Tensor, hidden: Tensor) -> None:
+        if grad.dtype == into.dtype:
+            into.addmm_(grad.T, hidden)
+        else:
+            into += grad.T @ hidden
+
+
 class TokenLoss:
-    """Losses of one model. tokens: int64 [batch, seq_len + 1] on the model's device."""
+    """Losses of one model. tokens: int64 [batch, seq_len + 1] on the model's device. `head` multiplies for chunks."""
 
     def __init__(
         self,
@@ -34,9 +58,11 @@ class TokenLoss:
         autocast: torch.dtype | None = None,
         max_whole_bytes: int = MAX_WHOLE_BYTES,
         chunk_bytes: int = CHUNK_BYTES,
+        head: HeadProducts | None = None,
     ) -> None:
         self._module, self._vocab_size, self._autocast = module, vocab_size, autocast
         self._max_whole_bytes = max_whole_bytes
+        self._head = head or NativeHead()
         self._chunk_rows = max(1, chunk_bytes // (4 * vocab_size))
         self._splits: bool | None = None  # whether the model is a base with a linear head and nothing more
 
@@ -58,18 +84,20 @@ class TokenLoss:
 
     def _loss(self, tokens: Tensor, divisor: int, autocast: torch.dtype | None) -> Tensor:
         inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
-        if 4 * targets.numel() * self._vocab_size > self._max_whole_bytes and self._is_split(inputs):
+        if 4 * targets.numel() * self._vocab_size > self._max_whole_bytes and self.is_split(inputs):
             hidden = _base(self._module)(input_ids=inputs, use_cache=False, return_dict=True)[0]
             weight = _head(self._module).weight
             hidden = hidden.reshape(-1, hidden.shape[-1])
-            return _LinearCrossEntropy.apply(hidden, weight, targets, self._chunk_rows, divisor, autocast)
+            return _LinearCrossEntropy.apply(
+                hidden, weight, targets, self._chunk_rows, divisor, autocast, self._head
+            )
         logits = self._module(input_ids=inputs, use_cache=False, return_dict=True).logits
         logits = logits.reshape(-1, logits.shape[-1]).float()
         if divisor == targets.numel():
             return cross_entropy(logits, targets)
         return cross_entropy(logits, targets, reduction="sum") / divisor
 
-    def _is_split(self, inputs: Tensor) -> bool:
+    def is_split(self, inputs: Tensor) -> bool:
         """Whether head(base(x)) is the whole model: asked once, of the model itself, on two tokens."""
         if self._splits is None:
             self._splits = _splits(self._module, inputs[:1, :2])
@@ -110,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, divisor: int,
-        autocast: torch.dtype | None,
+        autocast: torch.dtype | None, head: HeadProducts,
     ) -> Tensor:  # fmt: skip
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -121,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden.shape[0], chunk_rows):
                 rows = slice(start, start + chunk_rows)
                 h, y = hidden[rows].to(w.dtype), targets[rows]
-                logits = (h @ w.T).float()
+                logits = head.logits(h, w).float()
                 log_sum = logits.logsumexp(dim=-1, keepdim=True)
                 total += (log_sum.squeeze(-1) - logits.gather(-1, y[:, None]).squeeze(-1)).sum()
                 if not (needs_hidden or needs_weight):
@@ -130,12 +158,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad.scatter_add_(-1, y[:, None], grad.new_full((len(y), 1), -1.0))
                 grad = grad.div_(divisor).to(w.dtype)
                 if grad_hidden is not None:
-                    grad_hidden[rows] = grad @ w
+                    grad_hidden[rows] = head.input_gradient(grad, w)
                 if grad_weight is not None:
-                    if autocast is None:
-                        grad_weight.addmm_(grad.T, h)
-                    else:
-                        grad_weight += grad.T @ h
+                    head.add_weight_gradient(grad_weight, grad, h)
         ctx.gradients = (grad_hidden, grad_weight)
         return total / divisor
 
@@ -143,4 +168,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grads = tuple(None if g is None else g.mul_(grad_loss) for g in ctx.gradients)
         ctx.gradients = (None, None)
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)

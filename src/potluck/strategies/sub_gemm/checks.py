@@ -1,0 +1,177 @@
+"""Freivalds' check: is what a device returned as C[m, q] really A[m, n] B[n, q]? At a small part of the product's cost.
+
+    d = C R - A (B R)        R[q, 20] of secret signs, drawn when C is there       s_i = mean_k d_ik^2 ~ |error of row i|^2
+
+An honest C differs from A B too: by the rounding of sums in fp32, in whatever order, and of the reply. So a row passes
+if s_i is what that explains, with u = 2^-24 and w the rounding of the reply (0 for fp32, 2^-8 for bf16):
+
+    s_i <= (w^2 + u^2 (n + q)) / 2 |C_i|^2
+
+An error of the size that must be found, `least_error` rms(C), shows as s_i >= 0.2 of its square but for chance of 1e-6
+(+d, -d in one row are seen by half of the vectors). Rows that do not pass, and rows so much larger than the others
+that the bound hides such an error, are multiplied again in fp64 and compared by element:
+
+    |c - ab| <= w |ab| + u (1.2 sqrt(n) + 4) sqrt(sum_k a_k^2 b_k^2) + min(u n / 2 |ab|, least_error / 4 rms(C))
+
+whose terms are the reply's rounding, sums rounded at random, and sums of equal terms, where all rounding goes one way.
+No more than 1 / r^2 of the rows are r times larger than the rest, so an honest tile seldom costs more than the vectors.
+The operands are those that the device got: after rounding to the wire's type.
+
+Freivalds 1977. Differences: noise by row, several vectors at once, exact judgement of whatever the vectors flag.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from potluck.types.errors import InvalidUpdate, NotFinite
+
+num_vectors = 20
+most_columns = 1024
+"""Of one test: the noise of a row grows with its length, and an error in it does not."""
+least_seen = 0.19
+"""What an error at the limit adds to s, of its square: less than the 0.2 that one vector of 20 adds for +d, -d."""
+fp32_unit = 2.0**-24
+least_normal = 2.0**-126
+unscaled = 20  # powers of two around 1 in which sums of squares neither overflow nor vanish
+first_rows, other_rows, inner_span = 16, 256, 1024  # multiplied again at a time
+
+
+@dataclass(frozen=True)
+class _Reply:
+    dtype: torch.dtype
+    unit: float  # relative rounding of the reply
+    least_error: float  # that must be found, in rms(C)
+
+
+_replies = {
+    "fp32": _Reply(torch.float32, 0.0, 1e-3),
+    "bf16": _Reply(torch.bfloat16, 2.0**-8, 0.5),
+    "int8": _Reply(torch.bfloat16, 2.0**-8, 0.5),
+}
+
+
+def check_tile(a: Tensor, b: Tensor, c: Tensor, *, wire: str, generator: torch.Generator) -> None:
+    """InvalidUpdate, with what was found and the limit, if `c` is not a b. NotFinite if the factors are not finite.
+
+    a [m, n] and b [n, q], fp32 or bf16 of any strides, as the device got them; c [m, q] as it came back: fp32 where
+    `wire` is "fp32", else bf16. `generator`, on the CPU, must not be known to devices.
+    """
+    reply = _replies[wire]
+    shape = (a.shape[0], b.shape[1])
+    if c.shape != shape or c.dtype != reply.dtype:
+        raise InvalidUpdate(
+            f"a tile came back as {_type(c.dtype)} {list(c.shape)} and must be {_type(reply.dtype)} {list(shape)}; "
+            "update that worker's potluck"
+        )
+    if 0 in shape or a.shape[1] == 0:
+        raise AssertionError(f"an empty product: {list(a.shape)} by {list(b.shape)}")
+    _Tile(a, b, c, reply).check(generator)
+
+
+class _Tile:
+    """The three matrices in fp32, scaled by powers of two, the shorter side of C along its rows."""
+
+    def __init__(self, a: Tensor, b: Tensor, c: Tensor, reply: _Reply) -> None:
+        largest_a, largest_b, largest_c = _largest(a), _largest(b), _largest(c)
+        if not (math.isfinite(largest_a) and math.isfinite(largest_b)):
+            raise NotFinite("a factor of a product holds NaN or infinity; lower strategy.inner.lr")
+        n = a.shape[1]
+        flushed = least_normal * n * (largest_a + largest_b + 1)  # what a device loses that has no denormal numbers
+        most = 1.01 * n * largest_a * largest_b + flushed
+        if not largest_c <= most:  # also NaN
+            raise InvalidUpdate(
+                f"a tile holds {largest_c:.4g} and its factors allow no more than {most:.4g}; that worker's result "
+                "is broken"
+            )
+        power_a, power_b = _power(largest_a), _power(largest_b)
+        self.floor = math.ldexp(flushed, -power_a - power_b)
+        a, b, c = _scaled(a, power_a), _scaled(b, power_b), _scaled(c, power_a + power_b)
+        self.a, self.b, self.c = (a, b, c) if c.shape[0] >= c.shape[1] else (b.T, a.T, c.T)
+        self.reply, self.n = reply, n
+        self.sizes = torch.stack([self.c[:, span].square().sum(1) for span in self._spans()], 1).double()
+        self.rms = math.sqrt(float(self.sizes.sum()) / self.c.numel())
+
+    def check(self, generator: torch.Generator) -> None:
+        if self.c.shape[1] <= 2 * num_vectors:  # the vectors would cost as much
+            rows = torch.arange(self.c.shape[0])
+        else:
+            rows = self._suspects(generator)
+        for part in (rows[:first_rows], *rows[first_rows:].split(other_rows)):
+            if len(part):
+                self._compare(part)
+
+    def _spans(self) -> Iterator[slice]:
+        columns = self.c.shape[1]
+        return (slice(start, min(start + most_columns, columns)) for start in range(0, columns, most_columns))
+
+    def _suspects(self, generator: torch.Generator) -> Tensor:
+        """Rows to be multiplied again, the worst first."""
+        columns = self.c.shape[1]
+        signs = torch.randint(0, 2, (columns, num_vectors), generator=generator).float().mul_(2).sub_(1)
+        signs = signs.to(self.c.device)
+        spans = list(self._spans())
+        expected = self.a @ torch.cat([self.b[:, span] @ signs[span] for span in spans], 1)
+        found = torch.cat([self.c[:, span] @ signs[span] for span in spans], 1)
+        errors = (found - expected).double().view(-1, len(spans), num_vectors).square().mean(-1)
+        length = min(columns, most_columns)
+        noise = (self.reply.unit**2 + fp32_unit**2 * (self.n + length)) / 2 * self.sizes
+        hidden = noise > least_seen * (self.reply.least_error * self.rms) ** 2
+        excess = errors / (noise + length * self.floor**2 + 1e-300)
+        suspects = (~(excess <= 1) | hidden).any(1).nonzero()[:, 0].cpu()
+        return suspects[excess.amax(1).cpu()[suspects].argsort(descending=True)]
+
+    def _compare(self, rows: Tensor) -> None:
+        """Every element of these rows with its value in fp64."""
+        taken = rows.to(self.c.device)
+        shape = (len(rows), self.c.shape[1])
+        exact = torch.zeros(shape, dtype=torch.float64, device=self.c.device)
+        squares = torch.zeros(shape, device=self.c.device)
+        for start in range(0, self.n, inner_span):
+            span = slice(start, start + inner_span)
+            a, b = self.a[taken, span], self.b[span]
+            exact.addmm_(a.double(), b.double())
+            squares.addmm_(a.square(), b.square())
+        sizes = exact.abs()
+        limits = self.reply.unit * (1 + 2 * self.reply.unit) * sizes + self.floor
+        limits += fp32_unit * (1.2 * math.sqrt(self.n) + 4) * squares.double().sqrt()
+        limits += (fp32_unit * self.n / 2 * sizes).clamp_(max=self.reply.least_error / 4 * self.rms)
+        errors = self.c[taken].double().sub_(exact).abs_()
+        over = errors - limits
+        worst = int(over.argmax())
+        if not float(over.view(-1)[worst]) <= 0:
+            error, limit = (float(x.view(-1)[worst]) / max(self.rms, 1e-300) for x in (errors, limits))
+            raise InvalidUpdate(
+                f"a tile is not the product of its factors: an element is off by {error:.3g} of the tile's root mean "
+                f"square and {limit:.3g} is the most that rounding explains; that worker computes wrong"
+            )
+
+
+def _largest(values: Tensor) -> float:
+    """The largest magnitude; NaN if there is one."""
+    low, high = (float(x) for x in torch.aminmax(values))
+    return max(-low, high) if not (math.isnan(low) or math.isnan(high)) else math.nan
+
+
+def _power(largest: float) -> int:
+    """The power of two to divide by, 0 where squares are safe as they are."""
+    power = math.frexp(largest)[1]
+    return power if largest and abs(power) > unscaled else 0
+
+
+def _scaled(values: Tensor, power: int) -> Tensor:
+    """fp32, over 2^power: exactly, but for what is too small to matter."""
+    values = values.float()
+    while power:
+        step = max(-100, min(100, power))
+        values, power = values * 2.0**-step, power - step
+    return values
+
+
+def _type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

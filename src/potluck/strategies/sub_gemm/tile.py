@@ -1,0 +1,117 @@
+"""What a device does with a piece of a product, and how factors travel: C[m, q] = A[m, n] B[n, q].
+
+    fp32    as it is                                                    C in fp32
+    bf16    rounded to bf16; products are exact, sums in fp32           C rounded to bf16
+    int8    a row x becomes round(x / s) with s = max |x| / 127         C rounded to bf16
+
+Factors come as they are stored, and flags say which of them is to be read transposed: nobody copies to transpose.
+The result is a function of the factors, on one machine with one number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from potluck.types.errors import InvalidUpdate
+
+Wire = Literal["fp32", "bf16", "int8"]
+
+WIRES: tuple[str, ...] = get_args(Wire)
+least_scale = 2.0**-126
+"""Of an int8 row: one whose largest value is below 127 times the smallest normal fp32 counts as zero."""
+
+
+def encode(values: Tensor, wire: str) -> dict[str, Tensor]:
+    """What is sent of a factor [rows, columns], any strides, on the CPU: contiguous "values", of int8 with "scales".
+
+    InvalidUpdate for NaN or infinity, which int8 cannot send.
+    """
+    if wire == "fp32":
+        return {"values": values.float().contiguous()}
+    if wire == "bf16":
+        return {"values": values.bfloat16().contiguous()}
+    rows = values.float()
+    scales = rows.abs().amax(1) / 127
+    if not torch.isfinite(scales).all():
+        raise InvalidUpdate(
+            "a factor of a product holds NaN or infinity, which int8 does not send; lower strategy.inner.lr"
+        )
+    scales[scales < least_scale] = 0
+    codes = (rows / torch.where(scales > 0, scales, torch.inf)[:, None]).round_().to(torch.int8)
+    return {"values": codes.contiguous(), "scales": scales}
+
+
+def decode(sent: Mapping[str, Tensor], wire: str) -> Tensor:
+    """The factor: fp32 [rows, columns], of bf16 in bf16. InvalidUpdate if `sent` cannot be what `encode` gives."""
+    values, scales = sent.get("values"), sent.get("scales")
+    expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}.get(wire)
+    if values is None or values.dim() != 2 or values.dtype != expected or (scales is None) != (wire != "int8"):
+        raise InvalidUpdate(f"a factor came as {_named(sent)}, which is no matrix of wire type {wire[:20]}")
+    if scales is None:
+        return values
+    if scales.dtype != torch.float32 or scales.shape != values.shape[:1]:
+        raise InvalidUpdate(f"a factor came as {_named(sent)}, and int8 has an fp32 scale for each row")
+    return values.float().mul_(scales[:, None])
+
+
+def sent_as(values: Tensor, wire: str) -> Tensor:
+    """The factor that a device decodes: what its reply is checked with. fp32 is not copied."""
+    return values.float() if wire == "fp32" else decode(encode(values, wire), wire)
+
+
+def multiply(
+    a: Tensor, b: Tensor, *, wire: str, is_a_transposed: bool = False, is_b_transposed: bool = False
+) -> Tensor:
+    """A B, fp32 [m, q] where `wire` is "fp32" and bf16 else, on the device of the factors.
+
+    a is [m, n], or stored as [n, m] if it is transposed; b likewise. InvalidUpdate if they cannot be multiplied.
+    """
+    a, b = a.T if is_a_transposed else a, b.T if is_b_transposed else b
+    known = {torch.float32, torch.bfloat16}
+    if wire not in WIRES or {a.dtype, b.dtype} - known or a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise InvalidUpdate(
+            f"a piece multiplies {_named({'a': a, 'b': b})} on wire type {wire[:20]!r}, which cannot be; check the "
+            "coordinator's version"
+        )
+    with torch.no_grad(), _whole_precision():
+        if wire == "bf16" and a.dtype == b.dtype == torch.bfloat16 and _rounds_once(a.device):
+            return a @ b
+        product = a.float() @ b.float()
+    return product if wire == "fp32" else product.bfloat16()
+
+
+_verdicts: dict[str, bool] = {}
+
+
+def _rounds_once(device: torch.device) -> bool:
+    """Whether bf16 products are summed in fp32 here: asked once, of products whose partial sums bf16 would lose."""
+    if device.type not in _verdicts:
+        size = 1024
+        a = torch.ones(32, size, dtype=torch.bfloat16, device=device)
+        b = (torch.arange(size * 32, device=device).reshape(size, 32) % 7 + 1).bfloat16()
+        _verdicts[device.type] = torch.equal(a @ b, (a.float() @ b.float()).bfloat16())
+    return _verdicts[device.type]
+
+
+@contextmanager
+def _whole_precision() -> Iterator[None]:
+    """On CUDA, sums of bf16 in fp32 and products of fp32 in fp32, whatever this process has set."""
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_tf32, flags.allow_bf16_reduced_precision_reduction
+    flags.allow_tf32, flags.allow_bf16_reduced_precision_reduction = False, False
+    try:
+        yield
+    finally:
+        flags.allow_tf32, flags.allow_bf16_reduced_precision_reduction = before
+
+
+def _named(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name[:20]} {x.dtype} {list(x.shape)}" for name, x in tensors.items()) or "nothing"
