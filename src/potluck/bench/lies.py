@@ -1,8 +1,8 @@
 """Wrong tiles of matrix products: whether every one is refused, no honest one is, and what the check costs.
 
-Factors are as a transformer's are: normal, with features 50 times and tokens 20 times as large as the others, all of
-one sign, cancelling, sparse, constant, tiny and denormal. Honest tiles are summed in the ways that devices differ in;
-wrong ones are honest but for an error of the least size that must be found: 1e-3 of the tile's root mean square on an
+Factors are as those of transformers may be: normal, with features 50 times and tokens 20 times as large as others, all
+of one sign, cancelling, sparse, constant, tiny and denormal. Honest tiles are summed in the ways that devices differ in,
+and wrong ones are honest but for an error of the least size that must be found: 1e-3 of the tile's root mean square on an
 fp32 wire, 0.5 on bf16. Times are of a check and of the product it checks, one after the other on the same threads.
 """
 
@@ -98,9 +98,11 @@ def wrong_tile(lie: str, wire: str, generator: torch.Generator) -> tuple[Tensor,
 
 
 def draw_shape(generator: torch.Generator) -> tuple[int, int, int]:
-    """Sides from 1 to 1,024 and sums of 1 to 8,192 terms, small ones as often as large ones."""
+    """Sides from 1 to 1,024 and sums of 1 to 8,192 terms, half of them as often in each power of two."""
+    is_even = _below(2, generator) == 0
     while True:
-        m, n, q = (int(2 ** (_uniform(generator) * power)) for power in (10, 13, 10))
+        sides = (1024, 8192, 1024)
+        m, n, q = (1 + _below(s, generator) if is_even else int(s ** _uniform(generator)) for s in sides)
         if m * n * q <= most_products:
             return m, n, q
 

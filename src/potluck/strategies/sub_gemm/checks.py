@@ -1,6 +1,6 @@
-"""Freivalds' check: is what a device returned as C[m, q] really A[m, n] B[n, q]? At a small part of the product's cost.
+"""Freivalds' check: is what came back as C[m, q] really A[m, n] B[n, q]? At a small part of the product's cost.
 
-    d = C R - A (B R)        R[q, 20] of secret signs, drawn when C is there       s_i = mean_k d_ik^2 ~ |error of row i|^2
+    d = C R - A (B R)       R[q, 20] of secret signs, drawn when C is there      s_i = mean_k d_ik^2 ~ |error of row i|^2
 
 An honest C differs from A B too: by the rounding of sums in fp32, in whatever order, and of the reply. So a row passes
 if s_i is what that explains, with u = 2^-24 and w the rounding of the reply (0 for fp32, 2^-8 for bf16):
@@ -98,10 +98,9 @@ class _Tile:
         self.rms = math.sqrt(float(self.sizes.sum()) / self.c.numel())
 
     def check(self, generator: torch.Generator) -> None:
-        if self.c.shape[1] <= 2 * num_vectors:  # the vectors would cost as much
-            rows = torch.arange(self.c.shape[0])
-        else:
-            rows = self._suspects(generator)
+        num_rows, num_columns = self.c.shape
+        is_narrow = num_columns <= 2 * num_vectors  # the vectors would cost as much
+        rows = torch.arange(num_rows) if is_narrow else self._suspects(generator)
         for part in (rows[:first_rows], *rows[first_rows:].split(other_rows)):
             if len(part):
                 self._compare(part)

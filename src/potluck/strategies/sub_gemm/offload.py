@@ -185,7 +185,7 @@ def _redirected(offload: Offload, module: nn.Module, name: str) -> Callable[[Ten
 def autocast(values: Tensor) -> Tensor:
     """In the type that autocast gives factors of products here. ModelError for fp16, which no product has."""
     kind = values.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return values
     dtype = torch.get_autocast_dtype(kind)
     if dtype != torch.bfloat16:
@@ -209,7 +209,8 @@ class _Hold(torch.autograd.Function):
         return x.new_zeros(()).expand(x.shape[0], num_out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad,) = grad_outputs
         x, weight = ctx.saved_tensors
         layer: Layer = ctx.layer
         grad_x = layer.input_gradient(grad, weight).to(grad.dtype) if ctx.needs_input_grad[0] else None
@@ -226,7 +227,8 @@ class _Forward(torch.autograd.Function):
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+        (grad,) = grad_outputs
         grad_held = grad if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0, dtype=torch.float32) if ctx.needs_input_grad[3] else None
         return grad_held, None, None, grad_bias, None
