@@ -5,8 +5,7 @@
 Boxes come in any order. One whose elements are summed up to its k0 is added at once, and any other waits: so the
 result depends on the boxes and their values only, bit for bit, not on when which came. How far each element has got is
 kept for each cell of the grid that the boxes' edges make, so a box that was there already, in whole or in part, is
-found out, and the matrix is whole when every cell has reached the end of K: equal areas alone do not imply a tiling
-(3x3 = 2x2 + 2x2 + 1x1).
+found out, and the matrix is whole when every cell has reached the end of K.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from potluck.planner.tiles.verify import tiling_fault
 
 
 class Box(NamedTuple):
@@ -69,19 +70,13 @@ class Box(NamedTuple):
 
 
 class Assembly:
-    """The values of `whole`, fp32. `put` may be called by several threads.
-
-    ValueError for boxes that are not within it or have not its volume together.
-    """
+    """The values of `whole`, fp32. `put` may be called by several threads. ValueError for boxes that do not tile it."""
 
     def __init__(self, whole: Box, boxes: Iterable[Box], *, device: torch.device) -> None:
         self.whole = whole
         edges = np.array(list(boxes), dtype=np.int64).reshape(-1, 6)
-        sides = edges[:, 1::2] - edges[:, ::2]
-        inside = (edges[:, ::2] >= whole[::2]).all() and (edges[:, 1::2] <= whole[1::2]).all() and (sides > 0).all()
-        volume = int(sides.prod(axis=1).sum())
-        if not inside or volume != whole.volume:
-            raise ValueError(f"boxes of {volume} products do not tile {tuple(whole)}, which has {whole.volume}")
+        if fault := tiling_fault(edges, whole):
+            raise ValueError(f"{len(edges)} boxes do not tile {tuple(whole)}: {fault}")
         self._rows: list[int] = np.unique(edges[:, :2]).tolist()
         self._cols: list[int] = np.unique(edges[:, 2:4]).tolist()
         self._reached = np.full((len(self._rows) - 1, len(self._cols) - 1), whole.k0, dtype=np.int64)
