@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from potluck.strategies.sub_gemm.tile import WIRES, decode, encode, multiply, sent_as
+from potluck.strategies.sub_gemm.tile import REPLY_TYPES, decode, encode, multiply, sent_as
 from potluck.types.errors import InvalidUpdate
 
 
@@ -27,7 +27,7 @@ def test_int8_has_a_scale_for_each_row_and_is_off_by_half_of_it() -> None:
     assert (decoded[3:] == 0).all()  # nothing, and what is too small to have a scale
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", list(REPLY_TYPES))
 def test_a_view_is_sent_as_its_values_and_decodes_to_what_the_head_checks_with(wire: str) -> None:
     stored = some(40, 30)
     view = stored.T[3:20, 5:9]
@@ -39,7 +39,7 @@ def test_a_view_is_sent_as_its_values_and_decodes_to_what_the_head_checks_with(w
     assert float((decoded.float() - view).abs().max()) <= error * float(view.abs().max())
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", list(REPLY_TYPES))
 @pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
 def test_a_product_is_exact_to_its_type_and_the_same_each_time(wire: str, transposed: tuple[bool, bool]) -> None:
     a, b = sent_as(some(70, 500), wire), sent_as(some(500, 90, 2), wire)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout as drop
 
-from potluck.strategies.sub_gemm.offload import Offload, autocast, transposed
+from potluck.strategies.sub_gemm.offload import Offload, autocast
 from potluck.strategies.sub_gemm.product import Matrix
 from potluck.types.errors import ModelError
 
@@ -118,10 +118,10 @@ class _Products(torch.autograd.Function):
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
             pairs = zip(grads, _named(b, b_name), strict=True)
-            grad_a = torch.stack([multiply(part, transposed(y)) for part, y in pairs]).to(a.dtype)
+            grad_a = torch.stack([multiply(part, y.T) for part, y in pairs]).to(a.dtype)
         if ctx.needs_input_grad[1]:
             pairs = zip(_named(a, a_name), grads, strict=True)
-            grad_b = torch.stack([multiply(transposed(x), part) for x, part in pairs]).to(b.dtype)
+            grad_b = torch.stack([multiply(x.T, part) for x, part in pairs]).to(b.dtype)
         return grad_a, grad_b, None, None, None
 
 

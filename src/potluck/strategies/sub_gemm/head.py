@@ -85,8 +85,8 @@ class HeadModel:
         """The gradient of the *sum* of token losses over the next sequences, and the loss.
 
         Returns fp32 [layout.numel] on the CPU. batches: integer [any, seq_len + 1]. Chance (dropout) is a function of
-        the seed and `step`. DataError if they end too soon, NotFinite, TaskCancelled, and whatever `multiplier` raises; then nothing of the
-        step is left.
+        the seed and `step`. DataError if the batches end too soon, NotFinite, TaskCancelled, and whatever `multiplier`
+        raises; then nothing of the step is left.
         """
         self._cancelled.clear()
         tokens = self._taken(batches, num_sequences)
