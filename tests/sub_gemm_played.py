@@ -64,6 +64,7 @@ class Played:
     notice_s: float = 6.0
     flying: dict[Piece, float] = field(default_factory=dict[Piece, float])
     stages: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    kept: set[str] = field(default_factory=set[str])  # names of shards
 
     @property
     def info(self) -> WorkerInfo:
@@ -87,8 +88,10 @@ class Played:
         depth = a.shape[0 if piece.arguments["is_a_transposed"] else 1]
         rows, cols = a.numel() // depth, b.numel() // depth
         noise = math.exp(chance.gauss(0, self.jitter))
+        fresh = sum(o.values.numel() for o in piece.operands.values() if o.name not in self.kept)
+        self.kept.update(o.name for o in piece.operands.values() if o.name)
         down, work, up = self.stages
-        down = max(now, down) + noise * 4 * (a.numel() + b.numel()) / self.down
+        down = max(now, down) + noise * 4 * fresh / self.down
         work = max(down, work) + noise * 2 * rows * depth * cols / self.flops
         up = max(work, up) + noise * 4 * rows * cols / self.up
         self.stages = (down, work, up)
@@ -158,7 +161,7 @@ def play(bag: Bag, devices: Sequence[Played], seed: int = 0, *, most_s: float = 
             if kind == "change":
                 here = tuple(d.info for d in devices if d.is_here(now))
                 if not d.is_here(now):
-                    lost, d.flying, d.stages = list(d.flying), {}, (0.0, 0.0, 0.0)
+                    lost, d.flying, d.stages, d.kept = list(d.flying), {}, (0.0, 0.0, 0.0), set()
                     for each in lost:
                         bag.lose(d.id, each, f"{d.id} is gone", now)
                 continue

@@ -325,7 +325,7 @@ class TileBag:
         for part in [tile] if len(boxes) == 1 else self._tree.cut(tile, boxes) if boxes else []:
             own = self._stages(lane, part)
             lane.queue.append((part, own))
-            lane.promised.update(name for name, _ in self._pieces.shards(part.box))
+            lane.promised.update(self._pieces.need(part.box).shards)
             lane.wait_for(own, now)
             part.num_queued += 1
             self._push_backlog(lane)
@@ -351,8 +351,8 @@ class TileBag:
         holds = partial(self._holdings.holds, lane.id)
         own = self._pieces.stages(lane.device, tile.box, holds)
         self.tally.down_bytes[lane.id] += round(self._pieces.down_bytes(tile.box, holds))
-        named = {operand.name for operand in piece.operands.values()} & need.shards.keys()
-        self._holdings.sent(lane.id, {name: need.shards[name] for name in named}, lane.device.memory_bytes)
+        named = {o.name: need.shards[o.name] for o in piece.operands.values() if o.name}
+        self._holdings.sent(lane.id, named, lane.device.memory_bytes)
         previous = max((flight.ends_at for flight in lane.flying), default=now)
         ends_at = lane.send(own, now)
         slack_s = max(self._times.slack_share(lane.id) * (ends_at - now), least_slack_s) * 2.0**lane.num_late

@@ -13,8 +13,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from potluck.planner.cost import DeviceCost, OpCost, correction, starting_cost
+from potluck.planner.cost import DeviceCost, OpCost, correction, device_cost, starting_cost
 from potluck.planner.tiles.device import TileDevice, tile_device
 from potluck.strategies.fleet import WorkerInfo
 from potluck.strategies.sub_gemm.assembly import Box
@@ -26,6 +27,8 @@ least_share, spread_factor = 0.25, 4.0
 """Slack is that share of a prediction, or so many of its usual errors: `planner/deadline.py`."""
 _window = 16
 _bound = 1e6
+_own_cost = lru_cache(maxsize=1 << 14)(device_cost)
+"""A fit takes a millisecond, and a profile changes with every new rate of its link."""
 _unmeasured = DeviceCost(gemm=OpCost(s_per_flop=1e-10), attention=OpCost(), elementwise=OpCost(), optimizer=OpCost())
 """Of a fleet in which no product was ever measured: 10 GFLOP/s, until tiles have come back."""
 
@@ -94,8 +97,10 @@ class TileTimes:
         )
 
     def _meet(self, worker: WorkerInfo) -> None:
-        known = [p for id, p in self._profiles.items() if id != worker.id]
-        cost = starting_cost(worker.profile, known, self._precision) or _unmeasured
+        cost = _own_cost(worker.profile.speeds, self._precision)
+        if cost is None:
+            known = [p for id, p in self._profiles.items() if id != worker.id]
+            cost = starting_cost(worker.profile, known, self._precision) or _unmeasured
         now = tile_device(worker.id, worker.profile, cost, num_in_flight=self._num_in_flight)
         before, record = self._plain.get(worker.id), self._records.get(worker.id)
         if before and record:
