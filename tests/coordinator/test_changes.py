@@ -13,8 +13,8 @@ from potluck.coordinator.prepare import replanned
 from potluck.coordinator.recipe import SECTIONS, Recipe, known_keys, load_recipe
 from potluck.coordinator.status import snapshot
 from potluck.fleet.config import FleetConfig
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.storage.database import Database
 from potluck.storage.ledger import MARK, Ledger, Operation
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig

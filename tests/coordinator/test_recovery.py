@@ -15,8 +15,8 @@ from potluck.contract.checks import cost_s
 from potluck.coordinator.events import Event
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.storage.params import ParamStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig, DiLoCoState, inner
 from potluck.strategies.fleet import Fleet, weighted_mean

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from e2e.inside import CommandLine
-from e2e.processes import events, free_ports, potluck, start, wait_for, write_corpus, write_recipe
+from e2e.processes import events, free_port_pair, potluck, start, wait_for, write_corpus, write_recipe
 from transport.security.conftest import ConnectProxy
 
 from potluck import protocol
@@ -41,7 +41,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         fleet="min_workers = 1\nheartbeat_s = 0.5\nreconnect_s = 1.0",
     )  # fmt: skip
     host = start(
-        "host", "tiny.toml", "--address", f"127.0.0.1:{free_ports()}", "--dir", "run", cwd=folder, log=folder / "log"
+        "host", "tiny.toml", "--address", f"127.0.0.1:{free_port_pair()}", "--dir", "run",
+        cwd=folder, log=folder / "log",
     )  # fmt: skip
     anna = None
     try:

@@ -16,8 +16,8 @@ from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract import checks
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.reduction import check_reduction
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.fleet import Fleet, Reduction, total, weighted_mean
 from potluck.strategies.run import RunFacts

@@ -17,8 +17,8 @@ from potluck.clock import InlineExecutor, SystemClock, ThreadExecutor, VirtualCl
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.live import LiveFleet
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.fleet import Fleet, Reply, WorkerInfo
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State

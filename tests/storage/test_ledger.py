@@ -55,7 +55,9 @@ def test_a_commit_is_the_state_from_then_on_until_it_is_rolled_back(ledger: Ledg
     assert ledger.versions() == {"w1": "v1"}
     assert ledger.contributions() == [{"id": "w1", "tokens": 20, "rounds": 2, "bytes_up": 0, "bytes_down": 0}]
 
+    assert ledger.num_roll_backs() == 0
     ledger.roll_back(1, {"done": 1}, "its files are gone")
+    assert ledger.num_roll_backs() == 1
     assert ledger.last_state() == {"round": 1}
     assert ledger.deal() == {"done": 1}
     assert ledger.versions() == {}

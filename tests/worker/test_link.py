@@ -13,8 +13,8 @@ import pytest
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.coordinator.status import snapshot
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.transport import objects

@@ -1,9 +1,10 @@
 """Wrong tiles of matrix products: whether every one is refused, no honest one is, and what the check costs.
 
-Factors are as a transformer's are: normal, with features 50 times and tokens 20 times as large as the others, all of
-one sign, cancelling, sparse, constant, tiny and denormal. Honest tiles are summed in the ways that devices differ in;
-wrong ones are honest but for an error of the least size that must be found: 1e-3 of the tile's root mean square on an
-fp32 wire, 0.5 on bf16. Times are of a check and of the product it checks, one after the other on the same threads.
+Factors are as those of transformers may be: normal, with features 50 times and tokens 20 times as large as the rest,
+all of one sign, cancelling, sparse, constant, tiny and denormal. Honest tiles are summed in the ways that devices
+differ in, and wrong ones are honest but for an error of the least size that must be found: 1e-3 of the tile's root mean
+square on an fp32 wire, 0.5 on bf16. Times are of a check and of the product it checks, one after the other on the same
+threads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from potluck.strategies.sub_gemm.checks import check_tile
-from potluck.strategies.sub_gemm.tile import multiply, sent_as
+from potluck.strategies.sub_gemm.tile import REPLY_TYPES, multiply, sent_as
 from potluck.types.errors import InvalidUpdate
 
 FACTORS = (
@@ -25,9 +26,9 @@ FACTORS = (
 )  # fmt: skip
 UNKNOWABLE = ("vanishing", "denormal")
 """Honest sums of these, or of devices without denormal numbers, differ by as much as the lies do."""
-ORDERS = ("task", "fp64", "reversed", "chunks", "sequence")
+ORDERS = ("task", "numpy", "fp64", "reversed", "chunks", "sequence")
 LIES = ("element", "pair", "low_rank", "whole")
-WIRES = ("fp32", "bf16", "int8")
+WIRES = tuple(REPLY_TYPES)
 LEAST = {"fp32": 1e-3, "bf16": 0.5, "int8": 0.5}
 """The error of a lie, in root mean squares of the tile."""
 
@@ -98,9 +99,11 @@ def wrong_tile(lie: str, wire: str, generator: torch.Generator) -> tuple[Tensor,
 
 
 def draw_shape(generator: torch.Generator) -> tuple[int, int, int]:
-    """Sides from 1 to 1,024 and sums of 1 to 8,192 terms, small ones as often as large ones."""
+    """Sides from 1 to 1,024 and sums of 1 to 8,192 terms, half of them as often in each power of two."""
+    is_even = _below(2, generator) == 0
     while True:
-        m, n, q = (int(2 ** (_uniform(generator) * power)) for power in (10, 13, 10))
+        sides = (1024, 8192, 1024)
+        m, n, q = (1 + _below(s, generator) if is_even else int(s ** _uniform(generator)) for s in sides)
         if m * n * q <= most_products:
             return m, n, q
 
@@ -132,13 +135,15 @@ def draw_factors(kind: str, m: int, n: int, q: int, generator: torch.Generator) 
 
 def _summed(a: Tensor, b: Tensor, wire: str, order: str) -> Tensor:
     """C in the reply's type, its terms summed in one of the ways that devices have."""
-    reply = torch.float32 if wire == "fp32" else torch.bfloat16
+    reply = REPLY_TYPES[wire]
     n = a.shape[1]
     if order == "task":
         return multiply(a, b, wire=wire)
     if order == "fp64":
         return (a.double() @ b.double()).to(reply)
     x, y = a.float(), b.float()
+    if order == "numpy":  # which brings a BLAS of its own
+        return torch.from_numpy(x.numpy() @ y.numpy()).to(reply)
     if order == "reversed":
         return (x.flip(1) @ y.flip(0)).to(reply)
     if order == "chunks":

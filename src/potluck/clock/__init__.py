@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from potluck.clock.conversation import Ask, in_turns, side_by_side
+
 T = TypeVar("T")
 
 
@@ -40,6 +42,10 @@ class Executor(Protocol):
         """`fn(*args)`. `cost_s` is what a modelled device would take; the real one ignores it."""
         ...
 
+    async def converse(self, work: Callable[[Ask], T]) -> T:
+        """`work(ask)` away from the event loop; what it asks is answered on it."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -59,12 +65,18 @@ class ThreadExecutor:
 
     def __init__(self, num_threads: int = 1, name: str = "potluck") -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._talks = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-talk")  # what these ask may need the others
 
     async def run(self, fn: Callable[..., T], *args: Any, cost_s: float = 0.0) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, fn, *args)
 
+    async def converse(self, work: Callable[[Ask], T]) -> T:
+        loop = asyncio.get_running_loop()
+        return await side_by_side(work, lambda run: loop.run_in_executor(self._talks, run))
+
     def close(self) -> None:
         """Drop what has not begun and wait for what has: it may write to a folder that is about to be let go."""
+        self._talks.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -115,6 +127,9 @@ class InlineExecutor:
     async def run(self, fn: Callable[..., T], *args: Any, cost_s: float = 0.0) -> T:
         await asyncio.sleep(cost_s or (self._cost(fn) if self._cost else 0.0))
         return fn(*args)
+
+    async def converse(self, work: Callable[[Ask], T]) -> T:
+        return await in_turns(work)
 
     def close(self) -> None:
         pass

@@ -64,16 +64,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
     return _write(path, _raw_rows(tensors), ([[_raw_bytes(tensor)]] for tensor in tensors.values()), True)
 
 
-def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
-    """The bundle that `write_tensors` writes, as bytes."""
+def pack_tensors(tensors: Mapping[str, Tensor]) -> bytearray:
+    """The bundle that `write_tensors` writes, in memory: one copy of each tensor, whatever its strides."""
     header = make_header(_raw_rows(tensors))
     packed = bytearray(header.total_bytes)
     packed[: len(header.data)] = header.data
     for entry, tensor in zip(header.entries, tensors.values(), strict=True):
-        offset, size = entry.buffers[0]
-        start = len(header.data) + offset
-        packed[start : start + size] = _raw_bytes(tensor).data
-    return bytes(packed)
+        if entry.numel:
+            _view(packed, len(header.data), entry).copy_(tensor.detach())
+    return packed
 
 
 def write_flat(
@@ -232,6 +231,27 @@ def unpack_tensors(data: bytes | bytearray | memoryview, most_bytes: int | None 
         raise CorruptError(f"{what} claims {claimed} bytes of tensors and {most_bytes} are allowed")
     found = np.frombuffer(view, np.uint8)
     return {entry.name: _decoded(entry, _buffers_of(entry, found, start)) for entry in header.entries}
+
+
+def _view(data: bytearray, start: int, entry: Entry) -> Tensor:
+    """A raw tensor of a packed bundle whose buffers begin at `start`."""
+    dtype = _torch_types[entry.dtype]
+    if not entry.numel:
+        return torch.empty(entry.shape, dtype=dtype)
+    offset, size = entry.buffers[0]
+    found = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start + offset)
+    return found.view(dtype).reshape(entry.shape)
+
+
+def tensors_in(data: bytearray) -> dict[str, Tensor]:
+    """The tensors of a packed bundle as views on its memory, which no copy is made of. CorruptError as above, and where
+    one of them is encoded."""
+    what = "a packed bundle"
+    start = header_bytes(bytes(data[: PREFIX.size]), len(data), what)
+    header = read_header(bytes(data[:start]), len(data), what)
+    if encoded := [entry.name for entry in header.entries if entry.codec != RAW]:
+        raise CorruptError(f"{what} has encoded tensors: {', '.join(encoded[:3])}")
+    return {entry.name: _view(data, start, entry) for entry in header.entries}
 
 
 class Bundle:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from potluck.clock import InlineExecutor, SystemClock, ThreadExecutor, VirtualClock, run_virtual
-from potluck.coordinator.core import Plan
+from potluck.coordinator.plan import Plan
 from potluck.protocol import pb
-from potluck.simulator.networks import Sockets
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.networks import Sockets
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import Strategy
@@ -226,6 +226,7 @@ def moves_what_it_says(problem: Problem, make: MakeStrategy, *, num_workers: int
 def _facts(plan: Plan) -> RunFacts:
     nothing = Params(())
     return RunFacts(
-        seed=plan.spec.seed, layout=plan.layout, initial=nothing, zeros=nothing, seq_len=plan.spec.seq_len,
-        inner=plan.spec.inner, budget=plan.budget, up_codec=plan.up_codec, down_codec=plan.down_codec,
+        seed=plan.spec.seed, layout=plan.layout, initial=nothing, zeros=nothing,
+        model_config=plan.spec.model_config_json, seq_len=plan.spec.seq_len, inner=plan.spec.inner, budget=plan.budget,
+        up_codec=plan.up_codec, down_codec=plan.down_codec,
     )  # fmt: skip

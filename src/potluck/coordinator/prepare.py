@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from potluck.coordinator.core import Plan
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.frozen import TOKENIZER, Frozen, keep_tokenizer
+from potluck.coordinator.plan import Plan
 from potluck.coordinator.recipe import IDENTITY, Recipe, parse_recipe
 from potluck.data.manifest import Manifest, listed_data
 from potluck.data.prepare import PreparedData, prepare_shared
@@ -25,6 +25,7 @@ from potluck.storage.files import write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.registry import strategy_type
 from potluck.strategies.run import RunSpec
+from potluck.strategies.strategy import HeadStrategy
 from potluck.types.errors import CorruptError, DataError, RecipeError
 from potluck.types.ids import Digest
 from potluck.types.params import Layout
@@ -81,15 +82,15 @@ def _identity(run_dir: Path) -> tuple[str, dict[str, Any]]:
 
 def replanned(plan: Plan, recipe: Recipe) -> Plan:
     """The plan with what may change while a run goes on."""
-    return replace(
-        plan,
-        budget=recipe.budget.to_budget(),
-        fleet=recipe.fleet,
-        checkpoint=recipe.checkpoint,
-        validation=recipe.validation,
-        transfer=recipe.transfer,
-        divergence=recipe.divergence,
-    )
+    return replace(plan, **_changeable(recipe))
+
+
+def _changeable(recipe: Recipe) -> dict[str, Any]:
+    """The parts of a plan that may change while its run goes on."""
+    return {
+        "budget": recipe.budget.to_budget(), "fleet": recipe.fleet, "checkpoint": recipe.checkpoint,
+        "validation": recipe.validation, "transfer": recipe.transfer, "divergence": recipe.divergence,
+    }  # fmt: skip
 
 
 def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Path, tell: Tell) -> Prepared:
@@ -129,6 +130,13 @@ def sketch(recipe: Recipe) -> Plan:
 
 def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, tokenizer_object: str) -> Plan:
     file = recipe.strategy.file
+    strategy = strategy_type(recipe.strategy.name)(recipe.strategy.settings)
+    on_head = isinstance(strategy, HeadStrategy)
+    if on_head and recipe.data.access != "shared":
+        raise RecipeError(
+            f"strategy {recipe.strategy.name} trains on this machine, with the devices' help, and needs data.shared; "
+            f"data is {recipe.data.access}"
+        )
     spec = RunSpec(
         run_id=run_id,
         name=recipe.name,
@@ -146,24 +154,20 @@ def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, t
         heartbeat_s=recipe.fleet.heartbeat_s,
         snapshot_every_steps=recipe.fleet.snapshot_every_steps,
         up_rules=recipe.codec.up_rules,
+        devices_hold_model=not on_head,
     )
     return Plan(
         spec=spec,
-        strategy=strategy_type(recipe.strategy.name)(recipe.strategy.settings),
+        strategy=strategy,
         layout=layout,
         initial=lambda: initial_vector(recipe.model, config, seed=recipe.seed),
-        budget=recipe.budget.to_budget(),
-        fleet=recipe.fleet,
-        checkpoint=recipe.checkpoint,
-        validation=recipe.validation,
         aggregation=recipe.aggregation,
-        transfer=recipe.transfer,
-        divergence=recipe.divergence,
         up_codec=recipe.codec.up,
         down_codec=recipe.codec.down,
         up_rules=recipe.codec.rules("up"),
         down_rules=recipe.codec.rules("down"),
         compression=recipe.compression,
+        **_changeable(recipe),
         open_objects=(Digest(tokenizer_object),) if tokenizer_object else (),
     )
 

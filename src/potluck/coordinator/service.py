@@ -15,8 +15,10 @@ from potluck.coordinator.core import Coordinator
 from potluck.coordinator.status import snapshot
 from potluck.fleet.leases import OpenLease
 from potluck.fleet.roster import LeaseId, Member, missed_heartbeats
+from potluck.fleet.spread import Lane
 from potluck.fleet.watch import tick_s
 from potluck.protocol import check_version, parse, pb, upload_purpose, version
+from potluck.protocol.frames import unpack_data
 from potluck.storage.digest import check_digest
 from potluck.transport import objects
 from potluck.transport.connection import Channel, Peer
@@ -197,7 +199,7 @@ class CoordinatorService:
         state = run.state
         return pb.Desired(
             sequence=sequence,
-            leases=[x.message for x in leases],
+            leases=[x.told for x in leases],
             adopted_version=run.fleet.versions.get(member.id, ""),
             held_versions=run.fleet.held_versions(member.id),
             verdicts=list(member.verdicts.values()),
@@ -219,17 +221,33 @@ class CoordinatorService:
         """Until the worker opens another: it has one, and what a stream holds unfinished is bounded."""
         if (before := self._data_over.get(member.id)) is not None:
             before.set()
-        over = self._data_over[member.id] = asyncio.Event()
-        await first_of(self._read_data(member, channel), self._write_data(member, channel), over.wait())
+        over, sending = asyncio.Event(), asyncio.Lock()
+        self._data_over[member.id] = over
 
-    async def _read_data(self, member: Member, channel: Channel) -> None:
+        async def send(frame: bytes) -> None:
+            async with sending:
+                await channel.send(frame)
+
+        spreader = self.run.fleet.spreader
+        with spreader.stream(member) as lane:
+            await first_of(
+                self._read_data(member, channel, lane), self._write_data(member, send), spreader.write(lane, send),
+                over.wait(),
+            )  # fmt: skip
+
+    async def _read_data(self, member: Member, channel: Channel, lane: Lane) -> None:
         held = self.run.fleet.book.open
         assembler = Assembler(
             MAX_INLINE_BYTES, wanted=lambda name: (lease := held.get(name)) is not None and lease.worker == member.id
         )
+        joiner = self.run.fleet.spreader.joiner(lane)
         while (frame := await channel.receive()) is not None:
             try:
-                if (done := assembler.add(frame)) is None:
+                head, data = unpack_data(frame)
+                if "lease" not in head:
+                    await self.run.fleet.spreader.read(lane, joiner, head, data)
+                    continue
+                if (done := assembler.join(head, data)) is None:
                     continue
                 name, bundle = done
                 tensors = await self.run.lanes.transfers.run(unpack_tensors, bundle, MAX_INLINE_BYTES)
@@ -239,7 +257,7 @@ class CoordinatorService:
             if lease is not None and lease.worker == member.id:
                 self.run.intake.inline[(member.id, name)] = tensors
 
-    async def _write_data(self, member: Member, channel: Channel) -> None:
+    async def _write_data(self, member: Member, send: Callable[[bytes], Awaitable[None]]) -> None:
         sent: set[LeaseId] = set()
         while True:
             member.data_changed.clear()  # before looking: what comes while this sends is seen next time
@@ -253,7 +271,7 @@ class CoordinatorService:
                 named = {str(i): tensor for i, tensor in enumerate(operands)}
                 bundle = await self.run.lanes.transfers.run(pack_tensors, named)
                 for frame in frames(lease.id, bundle):
-                    await channel.send(frame)
+                    await send(frame)
             await member.data_changed.wait()
 
     # Objects

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,21 +21,24 @@ from potluck.clock import Clock, Lanes
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.claims import claims_of
 from potluck.fleet.config import FleetConfig
+from potluck.fleet.cutting import Cutting
 from potluck.fleet.data import DataPlane
 from potluck.fleet.encoding import UpEncoding
+from potluck.fleet.head import HEAD, HeadWork, credit
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, wire_attempt
 from potluck.fleet.paces import Paces, cohort, facts
 from potluck.fleet.publisher import Publisher
 from potluck.fleet.reduction import Updates, check_reduction
 from potluck.fleet.roster import LeaseId, Roster, decide
+from potluck.fleet.spread import Spreader
 from potluck.fleet.watch import Watch, tick_s
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
-from potluck.strategies.fleet import Op, Reduction, Replies, Reply, WorkerInfo
+from potluck.strategies.fleet import Head, HeadResult, Op, Reduction, Replies, Reply, WorkerInfo
 from potluck.strategies.run import RunFacts
-from potluck.strategies.task import BoundTask, EncodedArguments, encode_arguments, handles
+from potluck.strategies.task import BoundTask, EncodedArguments, Result, encode_arguments, handles
 from potluck.types.errors import RoundFailed, RunStopped
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Params
@@ -65,6 +69,10 @@ class LiveFleet:
         self.publisher, self.updates = publisher, updates
         self.book = LeaseBook()
         self.watching = Watch(roster, self.book, clock, lose=self._lose)
+        self.spreader = Spreader(roster, clock, lanes.transfers)
+        self._head = HeadWork(
+            spreader=self.spreader, params=params, objects=objects, data=data, ledger=ledger, clock=clock, lanes=lanes
+        )
         self.floating = Attempt(round=FLOATING)
         self._now = Attempt()
         self.operands: dict[LeaseId, tuple[Tensor, ...]] = {}  # inline tensors of open leases
@@ -74,6 +82,7 @@ class LiveFleet:
         self.watching.late = lambda lease, s: self.paces.observe(lease.worker, s, lease.message.num_sequences)
         self.overflowed: set[WorkerId] = set()  # to whom a loss or gradient of this attempt was not finite
         self._num_outputs = 0
+        self.figures: dict[str, float] = {}  # that the strategy reported in this attempt
         self.phase = "starting"
         self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of work that was given up
         self.claimed: Callable[[OpenLease], None] = lambda _lease: None  # hears that a result will be taken now
@@ -101,6 +110,7 @@ class LiveFleet:
         self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt, first)
         self._inline.clear()
         self.overflowed.clear()
+        self.figures.clear()
         self._num_outputs = 0
 
     async def recover_floating(self) -> None:
@@ -117,7 +127,7 @@ class LiveFleet:
         self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt)
         for rows in self._now.leases.values():
             for row in rows:
-                if row.status == "open" and row.key not in self._now.replies:
+                if row.status == "open" and row.worker != HEAD and row.key not in self._now.replies:
                     lease = self._attach(row, attempt=attempt, expects=None)
                     lease.claimed, lease.is_taken_over = False, True
 
@@ -125,22 +135,21 @@ class LiveFleet:
         """The replies that the verbs of this attempt returned, in the order of their keys."""
         return tuple(self._now.consumed[key] for key in sorted(self._now.consumed))
 
+    def cut_short(self) -> dict[WorkerId, int]:
+        """Steps that were granted and not taken, of those whose accepted work ended early."""
+        return {WorkerId(worker): left for worker, left in self._now.steps_left().items() if left}
+
     def held_versions(self, worker: WorkerId) -> list[str]:
         """Pinned states that a worker must keep, since their round may still be committed."""
         return [*self._now.versions_of(worker), *self.floating.versions_of(worker)]
 
     def settle_data(self, *, committed: bool) -> Any:
-        """Data of accepted replies counts as consumed, all other data of the attempt goes back to be dealt.
+        """What accepted replies trained counts as consumed, all other data of the attempt goes back to be dealt.
 
         Returns the deal, to be written down with the commit or the discard.
         """
-        accepted = self._now.consumed if committed else {}
-        for key, rows in self._now.leases.items():
-            for row in rows:
-                message = pb.Lease.FromString(row.lease)
-                if not message.held_out:
-                    self.data.settle(message.spans, consumed=key in accepted and accepted[key].worker == row.worker)
-        for key in accepted:
+        self._now.settle(self.data, committed=committed)
+        for key in self._now.consumed if committed else ():
             for row in self.floating.leases.get(key, []):
                 self.data.settle(pb.Lease.FromString(row.lease).spans, consumed=True)
         return self.data.to_json()
@@ -296,8 +305,9 @@ class LiveFleet:
             check_reduction(reduce, self._run.aggregation)
         await self._publish(tasks.values())
         outcomes = await self._settle_all(
-            {f"{key}/{worker}": (worker, tasks[worker]) for worker in sorted(tasks)}, expects=reduce
-        )
+            {f"{key}/{worker}": (worker, tasks[worker]) for worker in sorted(tasks)}, expects=reduce,
+            num_needed=max(min_replies, math.ceil(len(tasks) / 2)),
+        )  # fmt: skip
         rows = [o for o in outcomes if isinstance(o, ReplyRow)]
         reasons = [o.reason for o in outcomes if isinstance(o, Lost)]
         if len(rows) < max(min_replies, 1):
@@ -311,9 +321,9 @@ class LiveFleet:
         return Replies(replies=replies, value=value)
 
     async def _settle_all(
-        self, work: Mapping[str, tuple[WorkerId, BoundTask]], *, expects: Reduction | None
+        self, work: Mapping[str, tuple[WorkerId, BoundTask]], *, expects: Reduction | None, num_needed: int
     ) -> list[Outcome]:
-        """Issue what was not issued before and wait for all of it."""
+        """Issue what was not issued before and wait for all of it; past `num_needed` replies not for late ones."""
         outcomes: dict[str, Outcome] = {}
         waiting: dict[str, OpenLease] = {}
         fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
@@ -329,8 +339,11 @@ class LiveFleet:
                 fresh.append((worker, bound, key, 0))
         for lease in await self._issue(self._now, fresh, expects=expects):
             waiting[lease.message.key] = lease
-        for key, lease in waiting.items():
-            outcomes[key] = await lease.outcome
+        num_replied = sum(isinstance(outcome, ReplyRow) for outcome in outcomes.values())
+        cutting = Cutting(
+            waiting, num_missing=num_needed - num_replied, roster=self.roster, clock=self._clock, notify=self.notify
+        )
+        outcomes |= await cutting.outcomes()
         return [outcomes[key] for key in work]
 
     async def map(self, tasks: Sequence[BoundTask], *, key: str) -> tuple[Reply, ...]:
@@ -422,6 +435,22 @@ class LiveFleet:
                 fresh.append((worker.id, bound, f"{worker.id}{stem}{num_before + len(fresh)}", 0))
         await self._publish(bound for _, bound, _, _ in fresh)
         await self._issue(self.floating, fresh, expects=None)
+
+    # The head
+
+    async def head(
+        self, work: Callable[[Head], Result], *, key: str, num_sequences: int = 0, held_out_parts: int = 0
+    ) -> HeadResult:
+        return await self._head.run(
+            work, self._now, self._run, key=key, num_sequences=num_sequences, held_out_parts=held_out_parts,
+            name=self._output_name,
+        )  # fmt: skip
+
+    def credit(self, key: str, num_tokens: Mapping[WorkerId, int]) -> None:
+        credit(self._now, key, num_tokens)
+
+    def report(self, figures: Mapping[str, float]) -> None:
+        self.figures |= figures
 
     # Sessions
 
@@ -526,6 +555,7 @@ class LiveFleet:
             return []
         rows: list[LeaseRow] = []
         arguments, encoded, value, deltas = None, EncodedArguments(value={}, objects=(), inline=()), "", []
+        may_end_early = self.config.balance == "time" and holder is not self.floating
         units = {worker: float(bound.num_sequences or 1) for worker, bound, _, _ in work}
         specs = await self.encoding.specs(work[0][1].task, units) if expects else {}
         for worker, bound, key, issue in work:
@@ -553,6 +583,7 @@ class LiveFleet:
                 deltas=deltas,
                 held_out=bound.held_out_part >= 0,
                 num_sequences=bound.num_sequences,
+                sequences_per_step=bound.sequences_per_step if may_end_early else 0,
             )
             if encoded.inline:
                 self.operands[(message.round, message.attempt, message.key)] = encoded.inline

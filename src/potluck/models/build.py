@@ -18,7 +18,15 @@ from potluck.models.family import first_sentence, model_config, parsed_config, t
 from potluck.models.flat import FlatModel, layout_of
 from potluck.types.errors import ModelError
 
-__all__ = ["build", "initial_vector", "layout_of", "model_config", "skeleton", "tokenizer_folder"]
+__all__ = [
+    "build",
+    "checkpoint_activations",
+    "initial_vector",
+    "layout_of",
+    "model_config",
+    "skeleton",
+    "tokenizer_folder",
+]
 
 
 def build(
@@ -65,6 +73,15 @@ def initial_vector(model: ModelConfig, config: dict[str, Any], *, seed: int) -> 
     if not torch.isfinite(vector).all():
         raise ModelError(f"the weights of {model.source or 'the model'} hold NaN or infinity; use other weights")
     return vector
+
+
+def checkpoint_activations(module: nn.Module) -> None:
+    """From now on keep one vector for each layer and compute its activations a second time. ModelError if it cannot."""
+    model: Any = module
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise ModelError(f"{type(module).__name__} cannot compute its activations twice; turn checkpointing off")
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 class _EmptyIsMeta(TorchFunctionMode):

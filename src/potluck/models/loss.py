@@ -88,9 +88,7 @@ class TokenLoss:
             hidden = _base(self._module)(input_ids=inputs, use_cache=False, return_dict=True)[0]
             weight = _head(self._module).weight
             hidden = hidden.reshape(-1, hidden.shape[-1])
-            return _LinearCrossEntropy.apply(
-                hidden, weight, targets, self._chunk_rows, divisor, autocast, self._head
-            )
+            return _LinearCrossEntropy.apply(hidden, weight, targets, self._chunk_rows, divisor, autocast, self._head)
         logits = self._module(input_ids=inputs, use_cache=False, return_dict=True).logits
         logits = logits.reshape(-1, logits.shape[-1]).float()
         if divisor == targets.numel():

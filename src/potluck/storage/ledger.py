@@ -194,10 +194,16 @@ class Ledger:
                 self._db.execute(f"DELETE FROM {table} WHERE round >= ?", (round,))
             self._db.execute("DELETE FROM metrics WHERE round > ?", (round,))
             self._db.execute("DELETE FROM versions")
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('roll_backs', ?)", (str(self.num_roll_backs() + 1),))
             if state is not None:
                 self._db.execute("UPDATE commits SET state = ? WHERE round = ?", (json.dumps(state), round - 1))
             if operation is not None:
                 self.record(operation)
+
+    def num_roll_backs(self) -> int:
+        """How often the run went back."""
+        rows = self._db.query("SELECT value FROM meta WHERE name = 'roll_backs'")
+        return int(rows[0][0]) if rows else 0
 
     # The run as a whole
 

@@ -37,7 +37,7 @@ class Piece:
     task: str
     operands: Mapping[str, Operand]
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])  # numbers and short strings
-    wire: str = "fp32"  # how operands travel: fp32, bf16 or int8
+    wire: str = "fp32"  # how operands travel: fp32, bf16 or int8; told to the function in `arguments` too
     memory_bytes: int = 0  # that a device needs for it, its reply included
     label: str = ""  # for people: which product, which tile
 

@@ -8,19 +8,23 @@ top, and a verb whose key was answered before returns the logged replies in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from potluck.planner.balance import Pace
 from potluck.strategies.run import RunFacts
-from potluck.strategies.task import BoundTask
+from potluck.strategies.task import BoundTask, Result
 from potluck.types.errors import RoundFailed
 from potluck.types.ids import WorkerId
 from potluck.types.params import Params
 from potluck.types.profile import DeviceProfile
+from potluck.types.vector import Vector
+
+if TYPE_CHECKING:
+    from potluck.strategies.bag import Bag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,38 @@ Op = Callable[..., Sequence[Tensor]]
 """`op(*slices, layout=, offset=, **scalars)` -> new slices. Slices are fp32 [n], element `offset` on of the model."""
 
 
+class Head(Protocol):
+    """What work on the head has before it. Used in the thread of that work."""
+
+    def batches(self) -> Iterator[Tensor]:
+        """The data that it was given, as integer [at most batch_size, seq_len + 1]."""
+        ...
+
+    def vector(self, handle: Params) -> Vector:
+        """The values of a handle, fp32, read where they lie."""
+        ...
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """Who could do a piece at this moment."""
+        ...
+
+    def now(self) -> float:
+        """Seconds on the fleet's clock."""
+        ...
+
+    def spread(self, bag: Bag) -> None:
+        """Hand out a bag of pieces, and stand still until it is done. RoundFailed where the bag raises it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadResult:
+    """What work on the head brought; its vectors as handles."""
+
+    scalars: Mapping[str, Any]
+    handles: Mapping[str, Params]
+
+
 class Fleet(Protocol):
     @property
     def run(self) -> RunFacts: ...
@@ -128,6 +164,23 @@ class Fleet(Protocol):
 
     async def map(self, tasks: Sequence[BoundTask], *, key: str) -> tuple[Reply, ...]:
         """Pure tasks, done by anyone; replies in the order of `tasks`. Re-issued until all are done."""
+        ...
+
+    async def head(
+        self, work: Callable[[Head], Result], *, key: str, num_sequences: int = 0, held_out_parts: int = 0
+    ) -> HeadResult:
+        """Work on this machine, with so many sequences of training data (or all of the held-out data) of its own.
+
+        Not logged but for its data: after a restart it is done again with the same.
+        """
+        ...
+
+    def credit(self, key: str, num_tokens: Mapping[WorkerId, int]) -> None:
+        """Which workers did so much of what the head's work `key` brought."""
+        ...
+
+    def report(self, figures: Mapping[str, float]) -> None:
+        """Numbers by name for the run's metrics, if this round is committed."""
         ...
 
     async def open(self, worker: WorkerId, task: BoundTask, *, key: str) -> None:

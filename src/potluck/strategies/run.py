@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ class RunSpec(BaseModel):
     tokenizer_object: str = ""  # digest; private and listed text needs it
     heartbeat_s: float = Field(default=2.0, gt=0, le=3600)  # a worker reports at least this often
     snapshot_every_steps: int = Field(default=0, ge=0)  # of a task under way, at least; 0 for as it costs little
+    devices_hold_model: bool = True  # False: they do pieces of products, and the model is nowhere but on the head
     up_rules: list[dict[str, Any]] = []  # which tensors of a result go in which codec: codecs/policy.py
 
 
@@ -80,6 +82,8 @@ class RunFacts:
     down_rules: tuple[CodecRule, ...] = ()
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
+    model_config: Mapping[str, Any] = field(default_factory=dict[str, Any])  # a transformers configuration
+    precision: str = "fp32"
 
     @property
     def down(self) -> CodecSpec:

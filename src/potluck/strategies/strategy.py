@@ -7,11 +7,12 @@ coordinator. The class names its `Config` (a pydantic model, the `[strategy]` se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import BaseModel
 
 from potluck.strategies.fleet import Fleet
+from potluck.strategies.replica import Loss
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 
@@ -39,3 +40,12 @@ class Strategy(Protocol):
         ...
 
     def estimate(self, run: RunFacts) -> RoundBytes: ...
+
+
+@runtime_checkable
+class HeadStrategy(Protocol):
+    """A method whose devices hold no model: it is on the head alone, which validates it too. Shared data only."""
+
+    async def evaluate(self, state: Any, fleet: Fleet, num_held_out_parts: int) -> Loss:
+        """The loss over all held-out data."""
+        ...

@@ -19,7 +19,7 @@ MAX_BUNDLE_BYTES = 1 << 31
 MAX_OPEN = 64
 
 
-def frames(name: LeaseName, bundle: bytes) -> Iterator[bytes]:
+def frames(name: LeaseName, bundle: bytes | bytearray) -> Iterator[bytes]:
     """The frames that carry a lease's inline tensors, packed."""
     data = memoryview(bundle)
     for offset in range(0, len(data), CHUNK_BYTES):
@@ -38,7 +38,10 @@ class Assembler:
 
     def add(self, frame: bytes) -> tuple[LeaseName, bytearray] | None:
         """Take a frame in; the lease and its packed tensors once they are complete. CorruptError on nonsense."""
-        head, data = unpack_data(frame)
+        return self.join(*unpack_data(frame))
+
+    def join(self, head: dict[str, Any], data: memoryview) -> tuple[LeaseName, bytearray] | None:
+        """`add` of a frame that was taken apart."""
         name, offset, total = _read_head(head)
         if not 0 < total <= self._limit_bytes:
             raise CorruptError(f"an inline bundle claims {total} bytes and {self._limit_bytes} are allowed")

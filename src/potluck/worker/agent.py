@@ -17,6 +17,7 @@ from functools import lru_cache
 from potluck.clock import Clock
 from potluck.planner.link import differ
 from potluck.protocol import check_version, parse, pb, version
+from potluck.protocol.frames import unpack_data
 from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Channel, Connection
 from potluck.transport.inline import Assembler, frames
@@ -182,6 +183,12 @@ class Agent:
         control = await connection.open("Control")
         data = await connection.open("Data")
         self.runner_ready().changed.set()
+        pieces, sending = self.runner_ready().pieces, asyncio.Lock()
+
+        async def send_data(frame: bytes) -> None:
+            async with sending:
+                await data.send(frame)
+
         parts = [
             asyncio.ensure_future(c)
             for c in (
@@ -189,7 +196,8 @@ class Agent:
                 self._write_reports(control),
                 self._send_emissions(),
                 self._read_data(data),
-                self._write_data(data),
+                self._write_data(send_data),
+                *(pieces.serve(send_data) if pieces is not None else ()),
                 self._reconnect.wait(),
             )
         ]
@@ -266,16 +274,19 @@ class Agent:
             await runner.emitted.wait()
 
     async def _read_data(self, data: Channel) -> None:
-        assembler = Assembler()
+        assembler, runner = Assembler(), self.runner_ready()
         while (frame := await data.receive()) is not None:
             try:
-                if (done := assembler.add(frame)) is not None:
-                    await self.runner_ready().take_operands(*done)
+                head, part = unpack_data(frame)
+                if "lease" not in head and runner.pieces is not None:
+                    await runner.pieces.take(head, part)
+                elif (done := assembler.join(head, part)) is not None:
+                    await runner.take_operands(*done)
             except CorruptError as error:
                 raise ConnectionLost(str(error)) from error  # sent again on the next stream
         await asyncio.Event().wait()  # no more inline tensors: the control stream decides when this ends
 
-    async def _write_data(self, data: Channel) -> None:
+    async def _write_data(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         runner = self.runner_ready()
         sent: set[tuple[int, int, str]] = set()
         while True:
@@ -285,5 +296,5 @@ class Agent:
                 if id not in sent:
                     sent.add(id)
                     for frame in frames(id, bundle):
-                        await data.send(frame)
+                        await send(frame)
             await runner.inline_changed.wait()

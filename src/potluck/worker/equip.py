@@ -10,7 +10,9 @@ from potluck.protocol import pb
 from potluck.storage.digest import check_digest
 from potluck.strategies.registry import install_tasks
 from potluck.strategies.run import RunSpec
+from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
+from potluck.worker.pieces import Pieces
 from potluck.worker.replica import TorchReplica
 from potluck.worker.runner import Runner
 from potluck.worker.share import MachineShare
@@ -32,6 +34,7 @@ async def equip(
     told: Callable[[str], None] = lambda _: None,
     data: Sequence[Path] = (),
     max_memory_bytes: int = 0,
+    piece_memory_bytes: int = 1 << 30,
     share_dir: Path | None = None,
     num_threads: int | None = None,
     cost_s: Callable[[pb.Lease], float] = lambda _: 0.0,
@@ -44,8 +47,10 @@ async def equip(
         await link.fetch(digest, run_folder.objects, files)
         tokenizer = await files.run(run_folder.objects.path(digest).read_bytes)
 
-    def build() -> Trainer:
+    def build() -> Trainer | HollowTrainer:
         install_tasks(spec.strategy)
+        if not spec.devices_hold_model:
+            return HollowTrainer()
         replica = TorchReplica(spec, device=device, num_threads=num_threads, max_memory_bytes=max_memory_bytes)
         return Trainer(replica, run_folder, note, now=clock.now, snapshot_every_steps=spec.snapshot_every_steps)
 
@@ -63,6 +68,9 @@ async def equip(
         spec=spec, folder=run_folder, trainer=trainer, sources=sources, link=link, clock=clock, compute=compute,
         files=files, note=note, cost_s=cost_s,
         share=MachineShare(share_dir / spec.run_id, clock, files) if share_dir else None,
+        pieces=Pieces(
+            compute=compute, clock=clock, note=note, limit_bytes=piece_memory_bytes,
+        ),
     )  # fmt: skip
     await runner.restore()
     return runner

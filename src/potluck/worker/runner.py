@@ -30,7 +30,9 @@ from potluck.types.ids import Digest
 from potluck.types.untrusted import printable
 from potluck.types.vector import Vector
 from potluck.worker.feedback import write_update
+from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
+from potluck.worker.pieces import Pieces
 from potluck.worker.replica import TorchReplica
 from potluck.worker.resumable import TaskSuspended
 from potluck.worker.session import Post
@@ -64,17 +66,18 @@ class Runner:
     """Holds what is wanted, does it in order, and keeps results until they are acknowledged."""
 
     def __init__(
-        self, *, spec: RunSpec, folder: RunFolder, trainer: Trainer, sources: Sources, link: Link, clock: Clock,
-        compute: Executor, files: Executor, note: Callable[[str], None],
+        self, *, spec: RunSpec, folder: RunFolder, trainer: Trainer | HollowTrainer, sources: Sources, link: Link,
+        clock: Clock, compute: Executor, files: Executor, note: Callable[[str], None],
         cost_s: Callable[[pb.Lease], float] = lambda _: 0.0, share: MachineShare | None = None,
+        pieces: Pieces | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.trainer, self.sources, self.link = folder, trainer, sources, link
         self._clock, self._compute, self._files, self._note, self._cost_s = clock, compute, files, note, cost_s
-        self._share = share
+        self._share, self.pieces = share, pieces
         self._spec, self._up_rules = spec, CodecPolicy.from_json("fp32", spec.up_rules).rules
         self.wanted: dict[LeaseId, pb.Lease] = {}
         self.results: dict[LeaseId, pb.TaskResult] = {}
-        self.inline_results: dict[LeaseId, bytes] = {}  # packed
+        self.inline_results: dict[LeaseId, bytearray] = {}  # packed
         self.operands: dict[LeaseId, dict[str, Tensor]] = {}
         self.current: LeaseId | None = None
         self.activity = ("waiting", 0)
@@ -144,11 +147,15 @@ class Runner:
     def hold(self) -> None:
         """Stop training after the step under way and begin nothing more, until `release`. A session goes on."""
         self.held = True
+        if self.pieces is not None:
+            self.pieces.hold()
         if not self.posts:
             self.trainer.suspend()
 
     def release(self) -> None:
         self.held = False
+        if self.pieces is not None:
+            self.pieces.release()
         self._wake.set()
 
     async def _tidy(self, versions: list[str]) -> None:
@@ -287,6 +294,8 @@ class Runner:
         arguments = await self._files.run(self._decode, json.loads(lease.arguments_json), operands)
         self.trainer.num_steps = self.trainer.num_batches = 0
         self.activity = ("training", 0)
+        if lease.sequences_per_step:  # whether it is late goes by when it began
+            self.changed.set()
         if cost_s := self._cost_s(lease):
             result, seconds = await self._train_modelled(function, lease, arguments, cost_s)
         else:
@@ -301,7 +310,8 @@ class Runner:
         self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any], cost_s: float
     ) -> tuple[Result, float]:
         """Where compute takes modelled time, a task of which snapshots are taken is done in pieces: each ends with a
-        snapshot and is computed once its time has passed, so that who dies meanwhile loses that piece."""
+        snapshot and is computed once its time has passed, so that who dies meanwhile loses that piece. Of one that may
+        be cut short the time passes step by step."""
         total = -(-lease.num_sequences // self._spec.inner.sequences_per_step)
         every = self._spec.snapshot_every_steps if lease.kind == "pinned" else 0
         done, stop = 0, total
@@ -309,28 +319,53 @@ class Runner:
             if every:
                 before, done = stop, await self._files.run(self.folder.snapshot.num_steps, task_name(lease))
                 stop = min(done + every, total) if before == total or done == before else total
-            started = self._clock.now()
-            await self._compute.run(_pass, cost_s=cost_s * ((stop - done) / total if total else 1.0))
+            started, cut_after = self._clock.now(), 0
+            if lease.sequences_per_step:
+                cut_after = await self._pass_steps(lease, cost_s / total, done, stop) or total
+            else:
+                await self._compute.run(_pass, cost_s=cost_s * ((stop - done) / total if total else 1.0))
+            stop_after = stop if stop < total and cut_after in (0, total) else 0
             try:
                 result = await self._compute.run(
-                    self._perform, function, lease, arguments, started, stop if stop < total else 0
+                    self._perform, function, lease, arguments, started, stop_after, cut_after
                 )
             except TaskSuspended:
                 if self.held:
                     raise
                 continue
-            if stop < total:  # it is not one that stops
+            if stop_after:  # it is not one that stops
                 await self._compute.run(_pass, cost_s=cost_s * (total - stop) / total)
             return result, self._clock.now() - started + self.trainer.seconds_before
 
+    async def _pass_steps(self, lease: pb.Lease, step_s: float, done: int, stop: int) -> int:
+        """Let the time of a task's steps pass; after how many of all it was cut short, 0 if it was not."""
+        num_steps = done
+        while not (num_steps and self._is_cut_short(lease_id(lease))):
+            if num_steps == stop:
+                return 0
+            await self._compute.run(_pass, cost_s=step_s)
+            num_steps += 1
+        return num_steps
+
+    def _is_cut_short(self, id: LeaseId) -> bool:
+        """From any thread."""
+        lease = self.wanted.get(id)
+        return lease is not None and lease.cut_short
+
     def _perform(
         self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any], begun_at: float,
-        stop_after: int = 0,
+        stop_after: int = 0, cut_after: int = 0,
     ) -> Result:  # fmt: skip
-        """In the compute thread."""
+        """In the compute thread. Where steps take modelled time, it is cut short after `cut_after` of them."""
         pinned = function.kind != "pure"
+
+        def is_cut_short() -> bool:
+            return self.trainer.num_steps >= cut_after if cut_after else self._is_cut_short(lease_id(lease))
+
         with self.sources.open(lease) as source:
-            replica = self.trainer.prepare(lease, source, pinned=pinned, begun_at=begun_at, stop_after=stop_after)
+            replica = self.trainer.prepare(
+                lease, source, pinned=pinned, begun_at=begun_at, stop_after=stop_after, is_cut_short=is_cut_short
+            )
             if lease_id(lease) not in self.wanted or self.held:
                 raise TaskCancelled  # `prepare` has forgotten a cancel that came before it
             if function.kind == "session":

@@ -1,4 +1,4 @@
-"""A model whose products are computed in tiles against the plain model: losses, gradients, and what is asked of whom."""
+"""A model whose products are computed in tiles, against the plain one: loss, gradients, what is asked of whom."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from models.families import FAMILIES, gpt2, llama
 from strategies.sub_gemm.local import TiledMultiplier
 from torch import Tensor, nn
 
-from potluck.models.build import build, skeleton
+from potluck.models.build import build, checkpoint_activations, skeleton
 from potluck.models.loss import TokenLoss
 from potluck.strategies.sub_gemm.attention import redirect_attention
 from potluck.strategies.sub_gemm.offload import Offload
@@ -60,7 +60,7 @@ def train(offload: Offload, loss: TokenLoss, multiplier: TiledMultiplier, *batch
 def test_loss_and_gradients_are_those_of_the_plain_model(name: str, checkpointing: bool, attention: bool) -> None:
     plain, model = both(FAMILIES[name])
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     offload, multiplier = Offload(model), TiledMultiplier(checks=True)
     if attention:
         redirect_attention(offload, model)
@@ -147,7 +147,7 @@ def test_gradients_that_nobody_needs_are_not_computed() -> None:
 
 def test_checkpointing_repeats_no_product_whose_result_nobody_reads() -> None:
     model = build(llama(), seed=1)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
     offload, multiplier = Offload(model), TiledMultiplier()
     train(offload, TokenLoss(model, vocab_size=VOCAB_SIZE), multiplier, some_tokens())
     assert multiplier.kinds("model.layers.0.mlp.up_proj").count("forward") == 2
@@ -173,7 +173,12 @@ def test_bf16_mixed_sends_bf16_and_is_as_close_as_autocast(name: str) -> None:
 
 def test_int8_on_the_wire_has_about_the_plain_gradient() -> None:
     plain, model = both(llama())
-    train(Offload(model), TokenLoss(model, vocab_size=VOCAB_SIZE), TiledMultiplier(wire="int8", checks=True), some_tokens())
+    train(
+        Offload(model),
+        TokenLoss(model, vocab_size=VOCAB_SIZE),
+        TiledMultiplier(wire="int8", checks=True),
+        some_tokens(),
+    )
     TokenLoss(plain, vocab_size=VOCAB_SIZE)(some_tokens(), divisor=1).backward()
     got, expected = (torch.cat([g.reshape(-1) for g in gradients(m).values()]) for m in (model, plain))
     assert 0.999 < float(torch.cosine_similarity(got, expected, dim=0)) < 1
@@ -182,9 +187,12 @@ def test_int8_on_the_wire_has_about_the_plain_gradient() -> None:
 def test_fp16_autocast_is_refused() -> None:
     model = build(llama(), seed=1)
     offload = Offload(model)
-    with offload.multiplying(TiledMultiplier(), micro_batch=0), torch.autocast("cpu", dtype=torch.float16):
-        with pytest.raises(ModelError, match="float16 are not offloaded; use bf16-mixed or fp32"):
-            model(input_ids=some_tokens())
+    with (
+        offload.multiplying(TiledMultiplier(), micro_batch=0),
+        torch.autocast("cpu", dtype=torch.float16),
+        pytest.raises(ModelError, match="float16 are not offloaded; use bf16-mixed or fp32"),
+    ):
+        model(input_ids=some_tokens())
 
 
 def test_without_a_multiplier_the_model_is_the_plain_one_bit_for_bit() -> None:
@@ -232,6 +240,7 @@ def test_models_that_cannot_be_offloaded_are_refused() -> None:
         Offload(nn.LayerNorm(3))
     with pytest.raises(ModelError, match="only fp32 ones are offloaded"):
         Offload(nn.Sequential(nn.Linear(2, 2).bfloat16()))
+    module = nn.Sequential(nn.Linear(2, 2))
+    offload = Offload(module)
     with pytest.raises(ModelError, match="does not let its attention be replaced"):
-        module = nn.Sequential(nn.Linear(2, 2))
-        redirect_attention(Offload(module), module)
+        redirect_attention(offload, module)

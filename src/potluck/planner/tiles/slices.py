@@ -107,11 +107,11 @@ def _choose(
     room, best, share = -1.0, _Cut(is_side_by_side=True, size=1), 0.5
     for size in range(1, length):
         one, other = cover.width(first, size, rows), cover.width(first + size, length - size, rows)
-        if (one + other) / cols > room:
-            room, best, share = (one + other) / cols, _Cut(is_side_by_side=True, size=size), one / max(one + other, 1e-9)
+        if (one + other) / max(cols, 1e-9) > room:
+            room, best, share = (one + other) / max(cols, 1e-9), _Cut(is_side_by_side=True, size=size), one / max(one + other, 1e-9)
         one, other = cover.height(first, size, cols), cover.height(first + size, length - size, cols)
-        if (one + other) / rows > room:
-            room, best, share = (one + other) / rows, _Cut(is_side_by_side=False, size=size), one / max(one + other, 1e-9)
+        if (one + other) / max(rows, 1e-9) > room:
+            room, best, share = (one + other) / max(rows, 1e-9), _Cut(is_side_by_side=False, size=size), one / max(one + other, 1e-9)
     cuts[first, length] = best
     rest = (first + best.size, length - best.size)
     if best.is_side_by_side:

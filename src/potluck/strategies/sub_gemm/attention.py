@@ -8,15 +8,18 @@ with the query heads that share keys and values stacked in the rows of Q. Unlike
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout as drop
 
-from potluck.strategies.sub_gemm.offload import Offload, autocast, transposed
+from potluck.strategies.sub_gemm.offload import Offload, autocast
 from potluck.strategies.sub_gemm.product import Matrix
 from potluck.types.errors import ModelError
+
+Multiply = Callable[[Matrix, Matrix], Tensor]
 
 implementation = "potluck_products"
 _where = "_potluck_attention"
@@ -38,9 +41,7 @@ def redirect_attention(offload: Offload, module: nn.Module) -> None:
     if found:
         model.set_attn_implementation(implementation)
     if not found or model.config._attn_implementation != implementation:
-        raise ModelError(
-            f"{type(module).__name__} does not let its attention be replaced; leave attention on the head"
-        )
+        raise ModelError(f"{type(module).__name__} does not let its attention be replaced; leave attention on the head")
     for name, child in found.items():
         setattr(child, _where, (offload, name))
 
@@ -56,7 +57,7 @@ def _attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] -> [batch, queries, heads, dim]."""
+    """query [batch, heads, queries, dim], key, value [batch, kv_heads, keys, dim] -> [batch, queries, heads, dim]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     offload, name = getattr(module, _where)
@@ -71,7 +72,11 @@ def _attention(
     kv_heads, keys = key.shape[1:3]
     call = offload.call(name)
     stacked = query.reshape(batch * kv_heads, heads // kv_heads * queries, dim)
-    scores = _products(offload, name, stacked, key.flatten(0, 1).mT, f"{call}.query", f"{call}.key.T")
+
+    def multiply(a: Matrix, b: Matrix) -> Tensor:
+        return offload.multiply(a, b, "attention", name)
+
+    scores = _products(stacked, key.flatten(0, 1).mT, multiply, f"{call}.query", f"{call}.key.T")
     scores = scores.float().view(batch, heads, queries, keys) * (dim**-0.5 if scaling is None else scaling)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and causal and queries > 1:
@@ -83,12 +88,12 @@ def _attention(
         else:
             scores = scores + attention_mask
     shares = drop(scores.softmax(-1), dropout, module.training).view(*stacked.shape[:2], keys)
-    mixed = _products(offload, name, shares, value.flatten(0, 1), f"{call}.shares", f"{call}.value")
+    mixed = _products(shares, value.flatten(0, 1), multiply, f"{call}.shares", f"{call}.value")
     return mixed.to(query.dtype).view(batch, heads, queries, dim).transpose(1, 2).contiguous(), None
 
 
-def _products(offload: Offload, layer: str, a: Tensor, b: Tensor, a_name: str, b_name: str) -> Tensor:
-    result = _Products.apply(autocast(a), autocast(b), offload, layer, a_name, b_name)
+def _products(a: Tensor, b: Tensor, multiply: Multiply, a_name: str, b_name: str) -> Tensor:
+    result = _Products.apply(autocast(a), autocast(b), multiply, a_name, b_name)
     assert isinstance(result, Tensor)
     return result
 
@@ -97,37 +102,30 @@ class _Products(torch.autograd.Function):
     """a [count, m, n] times b [count, n, q], one product each."""
 
     @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, b: Tensor, offload: Offload, layer: str, a_name: str, b_name: str
-    ) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, multiply: Multiply, a_name: str, b_name: str) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.multiply = lambda x, y: offload.multiply(x, y, "attention", layer)
-        ctx.names = a_name, b_name
-        return torch.stack([ctx.multiply(x, y) for x, y in zip(*_pairs(ctx, a, b), strict=True)]).to(a.dtype)
+        ctx.multiply, ctx.names = multiply, (a_name, b_name)
+        pairs = zip(_named(a, a_name), _named(b, b_name), strict=True)
+        return torch.stack([multiply(x, y) for x, y in pairs]).to(a.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
         a, b = ctx.saved_tensors
-        needs_a, needs_b = ctx.needs_input_grad[:2]
-        grads = [Matrix(part, f"{ctx.names[0]}.output_gradient[{i}]") for i, part in enumerate(grad)]
-        grads_a: list[Tensor] = []
-        grads_b: list[Tensor] = []
-        for x, y, part in zip(*_pairs(ctx, a, b), grads, strict=True):
-            if needs_a:
-                grads_a.append(ctx.multiply(part, transposed(y)))
-            if needs_b:
-                grads_b.append(ctx.multiply(transposed(x), part))
-        grad_a = torch.stack(grads_a).to(a.dtype) if needs_a else None
-        grad_b = torch.stack(grads_b).to(b.dtype) if needs_b else None
-        return grad_a, grad_b, None, None, None, None
-
-
-def _pairs(ctx: Any, a: Tensor, b: Tensor) -> tuple[list[Matrix], list[Matrix]]:
-    a_name, b_name = ctx.names
-    return _named(a, a_name), _named(b, b_name)
+        multiply: Multiply = ctx.multiply
+        a_name, b_name = ctx.names
+        grads = _named(grad, f"{a_name}.output_gradient")
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            pairs = zip(grads, _named(b, b_name), strict=True)
+            grad_a = torch.stack([multiply(part, y.T) for part, y in pairs]).to(a.dtype)
+        if ctx.needs_input_grad[1]:
+            pairs = zip(_named(a, a_name), grads, strict=True)
+            grad_b = torch.stack([multiply(x.T, part) for x, part in pairs]).to(b.dtype)
+        return grad_a, grad_b, None, None, None
 
 
 def _named(stacked: Tensor, name: str) -> list[Matrix]:
-    """`name` with the place in the stack before a final ".T"."""
+    """`name` with the place in the stack, before a final ".T"."""
     stem, suffix = (name[:-2], ".T") if name.endswith(".T") else (name, "")
     return [Matrix(part, f"{stem}[{place}]{suffix}") for place, part in enumerate(stacked)]

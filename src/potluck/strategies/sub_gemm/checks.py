@@ -1,6 +1,6 @@
-"""Freivalds' check: is what a device returned as C[m, q] really A[m, n] B[n, q]? At a small part of the product's cost.
+"""Freivalds' check: is what came back as C[m, q] really A[m, n] B[n, q]? At a small part of the product's cost.
 
-    d = C R - A (B R)        R[q, 20] of secret signs, drawn when C is there       s_i = mean_k d_ik^2 ~ |error of row i|^2
+    d = C R - A (B R)      R[q, 20] of secret signs, drawn when C is there     s_i = mean_k d_ik^2 ~ |error of row i|^2
 
 An honest C differs from A B too: by the rounding of sums in fp32, in whatever order, and of the reply. So a row passes
 if s_i is what that explains, with u = 2^-24 and w the rounding of the reply (0 for fp32, 2^-8 for bf16):
@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from potluck.strategies.sub_gemm.tile import REPLY_TYPES
 from potluck.types.errors import InvalidUpdate, NotFinite
 
 num_vectors = 20
@@ -44,16 +45,11 @@ first_rows, other_rows, inner_span = 16, 256, 1024  # multiplied again at a time
 
 @dataclass(frozen=True)
 class _Reply:
-    dtype: torch.dtype
-    unit: float  # relative rounding of the reply
+    unit: float  # relative rounding of the reply's type
     least_error: float  # that must be found, in rms(C)
 
 
-_replies = {
-    "fp32": _Reply(torch.float32, 0.0, 1e-3),
-    "bf16": _Reply(torch.bfloat16, 2.0**-8, 0.5),
-    "int8": _Reply(torch.bfloat16, 2.0**-8, 0.5),
-}
+_replies = {torch.float32: _Reply(0.0, 1e-3), torch.bfloat16: _Reply(2.0**-8, 0.5)}
 
 
 def check_tile(a: Tensor, b: Tensor, c: Tensor, *, wire: str, generator: torch.Generator) -> None:
@@ -62,16 +58,14 @@ def check_tile(a: Tensor, b: Tensor, c: Tensor, *, wire: str, generator: torch.G
     a [m, n] and b [n, q], fp32 or bf16 of any strides, as the device got them; c [m, q] as it came back: fp32 where
     `wire` is "fp32", else bf16. `generator`, on the CPU, must not be known to devices.
     """
-    reply = _replies[wire]
-    shape = (a.shape[0], b.shape[1])
-    if c.shape != shape or c.dtype != reply.dtype:
+    shape, dtype = (a.shape[0], b.shape[1]), REPLY_TYPES[wire]
+    assert a.shape[1] == b.shape[0] and a.numel() and b.numel(), f"no product: {list(a.shape)} by {list(b.shape)}"
+    if c.shape != shape or c.dtype != dtype:
         raise InvalidUpdate(
-            f"a tile came back as {_type(c.dtype)} {list(c.shape)} and must be {_type(reply.dtype)} {list(shape)}; "
+            f"a tile came back as {_type(c.dtype)} {list(c.shape)} and must be {_type(dtype)} {list(shape)}; "
             "update that worker's potluck"
         )
-    if 0 in shape or a.shape[1] == 0:
-        raise AssertionError(f"an empty product: {list(a.shape)} by {list(b.shape)}")
-    _Tile(a, b, c, reply).check(generator)
+    _Tile(a, b, c, _replies[dtype]).check(generator)
 
 
 class _Tile:
@@ -98,10 +92,9 @@ class _Tile:
         self.rms = math.sqrt(float(self.sizes.sum()) / self.c.numel())
 
     def check(self, generator: torch.Generator) -> None:
-        if self.c.shape[1] <= 2 * num_vectors:  # the vectors would cost as much
-            rows = torch.arange(self.c.shape[0])
-        else:
-            rows = self._suspects(generator)
+        num_rows, num_columns = self.c.shape
+        is_narrow = num_columns <= 2 * num_vectors  # the vectors would cost as much
+        rows = torch.arange(num_rows) if is_narrow else self._suspects(generator)
         for part in (rows[:first_rows], *rows[first_rows:].split(other_rows)):
             if len(part):
                 self._compare(part)

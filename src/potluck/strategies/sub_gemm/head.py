@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from potluck.models.build import skeleton
+from potluck.models.build import checkpoint_activations, skeleton
 from potluck.models.device import choose_precision
 from potluck.models.family import has_dropout
 from potluck.models.flat import FlatModel
@@ -26,7 +26,7 @@ from potluck.strategies.replica import Loss, TaskCancelled
 from potluck.strategies.sub_gemm.attention import redirect_attention
 from potluck.strategies.sub_gemm.offload import Offload
 from potluck.strategies.sub_gemm.product import Multiplier, Product
-from potluck.types.errors import DataError, ModelError, NotFinite
+from potluck.types.errors import DataError, NotFinite
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
 
@@ -55,9 +55,7 @@ class HeadModel:
         if config.attention:
             redirect_attention(self._offload, module)
         if config.checkpointing:
-            if not module.supports_gradient_checkpointing:
-                raise ModelError(f"{type(module).__name__} cannot compute activations twice; set checkpointing = false")
-            module.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(module)
         self._loss = TokenLoss(
             module,
             vocab_size=model_config["vocab_size"],
@@ -84,11 +82,11 @@ class HeadModel:
     def gradient(
         self, batches: Iterable[Tensor], *, num_sequences: int, multiplier: Multiplier, step: int = 0
     ) -> tuple[Tensor, Loss]:
-        """The gradient of the sum of token losses over the next sequences, fp32 [layout.numel] on the CPU, and the loss.
+        """The gradient of the *sum* of token losses over the next sequences, and the loss.
 
-        batches: integer [any, seq_len + 1]. `step` is what chance (dropout) is a function of, with the seed.
-        DataError if they end too soon, NotFinite, TaskCancelled, and whatever `multiplier` raises; then nothing of the
-        step is left.
+        Returns fp32 [layout.numel] on the CPU. batches: integer [any, seq_len + 1]. Chance (dropout) is a function of
+        the seed and `step`. DataError if the batches end too soon, NotFinite, TaskCancelled, and whatever `multiplier`
+        raises; then nothing of the step is left.
         """
         self._cancelled.clear()
         tokens = self._taken(batches, num_sequences)

@@ -67,7 +67,11 @@ class Offload:
     def multiply(self, a: Matrix, b: Matrix, kind: ProductKind, layer: str) -> Tensor:
         """fp32 [m, q]."""
         assert self._multiplier is not None, "a backward pass after its micro-batch"
-        return self._multiplier(Product(a=a, b=b, kind=kind, layer=layer))
+        product = Product(a=a, b=b, kind=kind, layer=layer)
+        result = self._multiplier(product)
+        m, _, q = product.shape
+        assert result.shape == (m, q) and result.dtype == torch.float32, f"{layer} came back as {result.shape}"
+        return result
 
     def call(self, layer: str) -> str:
         """A name for one more call of this layer: a second one within a micro-batch has other activations."""
@@ -89,12 +93,6 @@ class Offload:
         return OffloadedHead(self, next(name for name, layer in self.layers.items() if layer is module))
 
 
-def transposed(matrix: Matrix) -> Matrix:
-    """The same memory, rows as columns, under a name of its own."""
-    name = matrix.name.removesuffix(".T") if matrix.name.endswith(".T") else matrix.name and f"{matrix.name}.T"
-    return Matrix(matrix.values.T, name, matrix.is_weight)
-
-
 class Layer:
     """One call of a linear layer. `weight` is W' [out, in] where `is_transposed`, W [in, out] else."""
 
@@ -106,16 +104,14 @@ class Layer:
         return self._offload.multiply(self._input(x), self._weight(x, weight), "forward", self._name)
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        return self._offload.multiply(
-            self._grad(grad), transposed(self._weight(grad, weight)), "input_gradient", self._name
-        )
+        return self._offload.multiply(self._grad(grad), self._weight(grad, weight).T, "input_gradient", self._name)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """In the layout that the layer stores its weight in."""
         a, b = self._input(x), self._grad(grad)
         if self.is_transposed:
             a, b = b, a
-        return self._offload.multiply(transposed(a), b, "weight_gradient", self._name)
+        return self._offload.multiply(a.T, b, "weight_gradient", self._name)
 
     def _input(self, x: Tensor) -> Matrix:
         return Matrix(x, self._input_name)
@@ -126,7 +122,7 @@ class Layer:
     def _weight(self, like: Tensor, weight: Tensor) -> Matrix:
         """W [in, out], in the type of the activations."""
         stored = Matrix(weight.detach().to(like.dtype), f"{self._name}.weight", is_weight=True)
-        return transposed(stored) if self.is_transposed else stored
+        return stored.T if self.is_transposed else stored
 
 
 class OffloadedHead:
@@ -185,7 +181,7 @@ def _redirected(offload: Offload, module: nn.Module, name: str) -> Callable[[Ten
 def autocast(values: Tensor) -> Tensor:
     """In the type that autocast gives factors of products here. ModelError for fp16, which no product has."""
     kind = values.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return values
     dtype = torch.get_autocast_dtype(kind)
     if dtype != torch.bfloat16:
@@ -209,7 +205,8 @@ class _Hold(torch.autograd.Function):
         return x.new_zeros(()).expand(x.shape[0], num_out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad,) = grad_outputs
         x, weight = ctx.saved_tensors
         layer: Layer = ctx.layer
         grad_x = layer.input_gradient(grad, weight).to(grad.dtype) if ctx.needs_input_grad[0] else None
@@ -226,7 +223,8 @@ class _Forward(torch.autograd.Function):
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+        (grad,) = grad_outputs
         grad_held = grad if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0, dtype=torch.float32) if ctx.needs_input_grad[3] else None
         return grad_held, None, None, grad_bias, None

@@ -14,12 +14,19 @@ ProductKind = Literal["forward", "input_gradient", "weight_gradient", "attention
 class Matrix:
     """A factor: a two-dimensional view, of any strides, on memory that does not change while it is multiplied.
 
-    Two matrices of one name and version have the same values in one optimizer step: shards of them may be kept.
+    Two matrices of one name have the same values in one optimizer step: shards of them may be kept. The transposed
+    view of a named matrix is named too: NAME.T.
     """
 
     values: Tensor  # fp32 or bf16 [rows, columns]
     name: str = ""  # "transformer.h.3.mlp.c_fc.weight", or that of an activation; "" for one that is used once
     is_weight: bool = False  # the same over all micro-batches of a step
+
+    @property
+    def T(self) -> Matrix:
+        """The same memory, rows as columns."""
+        turned = self.name[:-2] if self.name.endswith(".T") else self.name and f"{self.name}.T"
+        return Matrix(self.values.T, turned, self.is_weight)
 
 
 @dataclass(frozen=True, eq=False)

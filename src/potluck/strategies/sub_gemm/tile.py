@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from potluck.types.errors import InvalidUpdate
 
-Wire = Literal["fp32", "bf16", "int8"]
-
-WIRES: tuple[str, ...] = get_args(Wire)
+REPLY_TYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
+"""The types that factors travel in, and what a product of such factors comes back as."""
 least_scale = 2.0**-126
 """Of an int8 row: one whose largest value is below 127 times the smallest normal fp32 counts as zero."""
 
@@ -73,7 +71,13 @@ def multiply(
     """
     a, b = a.T if is_a_transposed else a, b.T if is_b_transposed else b
     known = {torch.float32, torch.bfloat16}
-    if wire not in WIRES or {a.dtype, b.dtype} - known or a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+    if (
+        wire not in REPLY_TYPES
+        or {a.dtype, b.dtype} - known
+        or a.dim() != 2
+        or b.dim() != 2
+        or a.shape[1] != b.shape[0]
+    ):
         raise InvalidUpdate(
             f"a piece multiplies {_named({'a': a, 'b': b})} on wire type {wire[:20]!r}, which cannot be; check the "
             "coordinator's version"
@@ -81,8 +85,7 @@ def multiply(
     with torch.no_grad(), _whole_precision():
         if wire == "bf16" and a.dtype == b.dtype == torch.bfloat16 and _rounds_once(a.device):
             return a @ b
-        product = a.float() @ b.float()
-    return product if wire == "fp32" else product.bfloat16()
+        return (a.float() @ b.float()).to(REPLY_TYPES[wire])
 
 
 _verdicts: dict[str, bool] = {}

@@ -1,0 +1,343 @@
+"""Bags of pieces over the fleet: requests on each worker's Data stream, replies back to their bag.
+
+A piece is lost when its worker's stream ends, falls silent, is quarantined, declines or fails; the bag then decides
+what becomes of it. A reply that a bag refuses counts against the worker as any refused result does, and good ones do
+not make up for it: a wrong tile is no accident. Nothing here is written down.
+
+Which shards a worker keeps is believed until it says `missing`, and for as long as its stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from potluck.clock import Clock, Executor
+from potluck.codecs.bundle import pack_tensors, unpack_tensors
+from potluck.fleet.roster import Member, Roster, heard_until, silence
+from potluck.planner.link import LinkMeter
+from potluck.strategies.bag import Bag, Piece
+from potluck.strategies.fleet import WorkerInfo
+from potluck.strategies.sub_gemm.tile import encode
+from potluck.transport.pieces import (
+    PieceJoiner,
+    PieceReply,
+    PieceRequest,
+    piece_frames,
+    withdraw_frame,
+)
+from potluck.types.errors import CorruptError, InvalidUpdate, Refused
+from potluck.types.ids import WorkerId
+from potluck.types.untrusted import printable
+
+head_room_bytes = 1 << 16
+"""Of a reply, beyond the memory that its piece was planned with."""
+max_reply_bytes = 1 << 31
+least_heard_bytes = 1 << 16
+"""Fewer tell more of the noise than of the link."""
+MAX_ERROR_LENGTH = 300
+
+
+@dataclass(eq=False)
+class Flight:
+    """A piece in one worker's hands."""
+
+    id: int
+    piece: Piece
+    play: Play
+    lane: Lane
+    sent_at: float = 0.0  # when all of it was on its way, 0 for not yet
+    is_begun: bool = False
+    sends_all: bool = False  # a shard that it was thought to keep is missing there
+
+
+@dataclass(eq=False)
+class Lane:
+    """One Data stream of a worker."""
+
+    member: Member
+    outbox: deque[Flight] = field(default_factory=deque[Flight])
+    flights: dict[int, Flight] = field(default_factory=dict[int, Flight])
+    withdrawn: list[int] = field(default_factory=list[int])
+    kept: set[str] = field(default_factory=set[str])
+    resting: bool = False
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def most_bytes(self, id: int) -> int:
+        """That the reply to a piece may take; 0 where nobody waits for it."""
+        flight = self.flights.get(id)
+        if flight is None:
+            return 0
+        planned = flight.piece.memory_bytes
+        return planned + head_room_bytes if planned else max_reply_bytes
+
+
+@dataclass(eq=False)
+class Play:
+    """A bag that is being handed out."""
+
+    bag: Bag
+    scope: str  # what names of values hold for
+    flights: set[Flight] = field(default_factory=set[Flight])
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    error: BaseException | None = None
+
+
+class Spreader:
+    """`transfers` is where bundles are packed and replies are checked."""
+
+    def __init__(self, roster: Roster, clock: Clock, transfers: Executor) -> None:
+        self._roster, self._clock, self._transfers = roster, clock, transfers
+        self._streams: dict[WorkerId, Lane] = {}
+        self._plays: set[Play] = set()
+        self._ids = itertools.count(1)
+        self.meters: dict[WorkerId, LinkMeter] = {}
+        self.refused: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of faults of a worker
+
+    # What a strategy asks
+
+    async def spread(self, bag: Bag, *, scope: str) -> None:
+        """Hand out the pieces of a bag until it is done. RoundFailed where the bag raises it."""
+        play = Play(bag, scope)
+        self._plays.add(play)
+        watching = asyncio.ensure_future(self._watch_roster(play))
+        try:
+            while True:
+                play.changed.clear()
+                async with play.lock:
+                    self._step(play)
+                    if play.error is not None:
+                        raise play.error
+                    if bag.is_done:
+                        return
+                await self._pause(play)
+        finally:
+            watching.cancel()
+            self._plays.discard(play)
+            for flight in list(play.flights):
+                self._withdraw(flight)
+
+    def _step(self, play: Play) -> None:
+        now = self._clock.now()
+        for flight in list(play.flights):
+            if reason := self._why_lost(flight.lane, now):
+                self._lose(flight, reason, now)
+            elif not play.bag.is_wanted(flight.piece):
+                self._withdraw(flight)
+        if play.error is not None or play.bag.is_done:
+            return
+        for worker, piece in play.bag.issue(self.here(), now):
+            lane = self._streams.get(worker)
+            if lane is None:
+                play.bag.lose(worker, piece, f"{worker} has gone", now)
+                play.changed.set()
+                continue
+            flight = Flight(next(self._ids), piece, play, lane)
+            play.flights.add(flight)
+            lane.flights[flight.id] = flight
+            lane.outbox.append(flight)
+            lane.ready.set()
+
+    async def _pause(self, play: Play) -> None:
+        """Until something happens, or a worker that has a piece may have fallen silent."""
+        now, config = self._clock.now(), self._roster.config
+        members = {flight.lane.member.id: flight.lane.member for flight in play.flights}
+        at = min([play.bag.look_at(), *(heard_until(m, config) for m in members.values())], default=math.inf)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(at - now, 0.0) + 1e-3 if at < math.inf else None):
+                await play.changed.wait()
+
+    async def _watch_roster(self, play: Play) -> None:
+        while True:
+            await self._roster.change()
+            play.changed.set()
+
+    def here(self) -> tuple[WorkerInfo, ...]:
+        """Who could do a piece at this moment."""
+        now = self._clock.now()
+        return tuple(
+            self._measured(info)
+            for info in self._roster.here(now)
+            if (lane := self._streams.get(info.id)) is not None and not self._why_lost(lane, now)
+        )
+
+    def _measured(self, info: WorkerInfo) -> WorkerInfo:
+        """With what pieces have shown of its link."""
+        meter = self.meters.get(info.id)
+        if meter is None:
+            return info
+        known = {name: value for name, value in asdict(meter.rates).items() if value}
+        return replace(info, profile=replace(info.profile, link=replace(info.profile.link, **known)))
+
+    def _why_lost(self, lane: Lane, now: float) -> str:
+        member = lane.member
+        if self._streams.get(member.id) is not lane:
+            return f"the connection of {member.id} ended"
+        if member.quarantined:
+            return f"{member.id} is quarantined: {member.quarantined}"
+        if member.leaving:
+            return f"{member.id} is leaving"
+        if lane.resting:
+            return f"{member.id} rests"
+        return silence(member, now, self._roster.config)
+
+    def _lose(self, flight: Flight, reason: str, now: float) -> None:
+        self._withdraw(flight)
+        try:
+            flight.play.bag.lose(flight.lane.member.id, flight.piece, reason, now)
+        except Exception as error:
+            flight.play.error = error
+        flight.play.changed.set()
+
+    def _withdraw(self, flight: Flight) -> None:
+        lane = flight.lane
+        flight.play.flights.discard(flight)
+        if lane.flights.pop(flight.id, None) is not None and flight.is_begun:
+            lane.withdrawn.append(flight.id)
+            lane.ready.set()
+
+    # What a Data stream does
+
+    @contextlib.contextmanager
+    def stream(self, member: Member) -> Any:
+        """One Data stream of a worker, for as long as it lasts; it takes the place of an earlier one."""
+        lane = Lane(member)
+        self._streams[member.id] = lane
+        self._wake_all()
+        try:
+            yield lane
+        finally:
+            if self._streams.get(member.id) is lane:
+                del self._streams[member.id]
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for play in self._plays:
+            play.changed.set()
+
+    async def write(self, lane: Lane, send: Callable[[bytes], Awaitable[None]]) -> None:
+        """Send what is to be sent, for as long as the stream lasts."""
+        while True:
+            lane.ready.clear()
+            if lane.withdrawn:
+                ids, lane.withdrawn = lane.withdrawn, []
+                await send(withdraw_frame(ids))
+            while lane.outbox:
+                flight = lane.outbox.popleft()
+                if lane.flights.get(flight.id) is flight:
+                    await self._send(lane, flight, send)
+            if not lane.withdrawn:
+                await lane.ready.wait()
+
+    async def _send(self, lane: Lane, flight: Flight, send: Callable[[bytes], Awaitable[None]]) -> None:
+        piece = flight.piece
+        names = {
+            key: f"{operand.name}@{flight.play.scope}" if operand.name else ""
+            for key, operand in piece.operands.items()
+        }
+        kept = frozenset(key for key, name in names.items() if name and name in lane.kept and not flight.sends_all)
+        flight.is_begun = True
+        bundle = await self._transfers.run(
+            _pack, {k: o.values for k, o in piece.operands.items() if k not in kept}, piece.wire
+        )
+        request = PieceRequest(
+            id=flight.id, task=piece.task, arguments=piece.arguments, operands=names, kept=kept, bundle=bundle
+        )
+        for frame in piece_frames(request):
+            await send(frame)
+        flight.sent_at = self._clock.now()
+        lane.kept.update(name for name in names.values() if name)
+
+    def joiner(self, lane: Lane) -> PieceJoiner:
+        """For the replies of one stream."""
+        return PieceJoiner(lane.most_bytes, self._clock.now)
+
+    async def read(self, lane: Lane, joiner: PieceJoiner, head: Mapping[str, Any], data: memoryview) -> None:
+        """Take one frame of the stream in. Refused if it is nonsense."""
+        try:
+            if "resting" in head:
+                lane.resting = head["resting"] is True
+                self._wake_all()
+                return
+            if (done := joiner.add(head, data)) is None:
+                return
+            reply = PieceReply.read(done)
+        except CorruptError as error:
+            raise Refused(str(error)) from error
+        flight = lane.flights.get(reply.id)
+        if flight is not None:
+            await self._judge(lane, flight, reply)
+
+    async def _judge(self, lane: Lane, flight: Flight, reply: PieceReply) -> None:
+        member, play = lane.member, flight.play
+        async with play.lock:
+            if lane.flights.get(flight.id) is not flight:
+                return  # withdrawn meanwhile
+            now = self._clock.now()
+            if reply.missing and not flight.sends_all:
+                lane.kept.difference_update(f"{o.name}@{play.scope}" for o in flight.piece.operands.values())
+                flight.sends_all = True
+                lane.outbox.append(flight)
+                lane.ready.set()
+                return
+            if reply.missing or reply.error:
+                why = printable(reply.error, MAX_ERROR_LENGTH) or "it keeps nothing of what it is sent"
+                reason = f"{member.id} could not do {flight.piece.task}: {why}"
+                self._over(flight)
+                self._lose(flight, reason, now)
+                if not reply.declined:
+                    self._roster.failed(member, reason, now)
+                    self.refused(member.id, reason)
+                return
+            try:
+                await self._transfers.run(_take, flight, reply, member.id, now)
+            except (InvalidUpdate, CorruptError) as error:
+                reason = f"{member.id} sent a result of {flight.piece.task} that was refused: {error}"
+                self._over(flight)
+                self._lose(flight, reason, now)
+                self._roster.refused(member, reason, now)
+                self.refused(member.id, reason)
+                return
+            except Exception as error:
+                play.error = error
+            member.failing = False
+            self._learn(flight, reply, now)
+            self._over(flight)
+            play.changed.set()
+
+    def _learn(self, flight: Flight, reply: PieceReply, now: float) -> None:
+        """What the link gives, by how the bytes of request and reply came."""
+        meter = self.meters.setdefault(flight.lane.member.id, LinkMeter())
+        for arrival, heard in ((reply.down, meter.received), (reply.arrival, meter.sent)):
+            if arrival.num_bytes >= least_heard_bytes and arrival.seconds > 0:
+                heard(arrival.num_bytes, arrival.seconds)
+        if flight.sent_at and (rtt_s := now - flight.sent_at - reply.seconds - reply.arrival.seconds) > 0:
+            meter.answered(rtt_s)
+
+    def _over(self, flight: Flight) -> None:
+        """Its worker has nothing to do with it any more."""
+        flight.lane.flights.pop(flight.id, None)
+        flight.play.flights.discard(flight)
+
+
+def _pack(tensors: Mapping[str, Tensor], wire: str) -> bytearray:
+    """Each operand in the parts that its wire type has: "a/values", "a/scales"."""
+    if not tensors:
+        return bytearray()
+    return pack_tensors(
+        {f"{key}/{part}": x for key, value in tensors.items() for part, x in encode(value, wire).items()}
+    )
+
+
+def _take(flight: Flight, reply: PieceReply, worker: WorkerId, now: float) -> None:
+    tensors = unpack_tensors(reply.bundle, flight.lane.most_bytes(flight.id))
+    flight.play.bag.take(worker, flight.piece, tensors, now)

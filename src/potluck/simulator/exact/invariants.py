@@ -1,0 +1,308 @@
+"""What must hold whatever happens to a run, checked from outside it: from its ledger, its files and its books.
+
+1. an accepted update counts exactly once, and each that was acknowledged counts
+2. a committed state is what the strategy makes of the state before it and the accepted updates, recomputed plainly
+3. no task has two first results, and none two workers at once, unless any worker may do it
+4. no sequence is trained twice or skipped within an epoch: the deal agrees with what was committed
+5. a restart lands on the last commit, with the very parameters
+6. files stay bounded: objects, parameter files
+7. a run in which the same updates counted, made of the same data, ends with the very parameters of the calm one: so
+   inner optimizers, error feedback and data positions came through every crash
+8. the tokens of the state, of the ledger's contributions and of the data are one number
+
+A worker that lost its disk lost its inner optimizer too, so 7 does not speak of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.codecs.bundle import Bundle
+from potluck.coordinator.core import Coordinator
+from potluck.fleet.paces import cohort, facts
+from potluck.fleet.roster import LeaseId
+from potluck.protocol import pb
+from potluck.storage.ledger import ReplyRow
+from potluck.strategies.fleet import Op, Reduction, Replies, Reply, WorkerInfo
+from potluck.strategies.run import RunFacts
+from potluck.strategies.state import State
+from potluck.strategies.task import BoundTask
+from potluck.types.ids import Digest, WorkerId
+from potluck.types.params import Fragment, Params
+
+Position = tuple[int, str, int]
+"""epoch, shard, sequence"""
+Counted = tuple[int, tuple[Position, ...]]
+"""How many sequences a task was granted, and those it trained."""
+
+
+class Violated(AssertionError):
+    """An invariant does not hold."""
+
+
+class Witness:
+    """Looks at a run from outside. `look` after each commit and each restart, `glance` as often as one likes."""
+
+    def __init__(self, num_sequences: int, seq_len: int) -> None:
+        self._num_sequences, self._seq_len = num_sequences, seq_len
+        self._state: State | None = None  # of the last commit that was seen
+        self._values: dict[str, Tensor] = {}  # its vectors by the names of its handles
+        self._trained: list[set[Position]] = []  # by round
+        self.counted: list[dict[str, Counted]] = []  # by round: what counted, and the data it was made of
+        self.num_cut_short = 0  # tasks that ended before all they were granted was trained
+        self.num_commits = 0
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The vectors of the last committed state."""
+        return self._values
+
+    def start(self, run: Coordinator) -> None:
+        """At the run's first start: before any commit."""
+        self._note(run, run.strategy.init(run.facts))
+
+    def recovered(self, run: Coordinator) -> None:
+        """After a restart."""
+        self.look(run)
+        assert run.state is not None and self._state is not None
+        if run.state.round != self._state.round:
+            raise Violated(f"the restart landed on round {run.state.round} and {self._state.round} were committed")
+        for name, handle in run.state.named_handles().items():
+            if not torch.equal(run.params.read(handle), self._values[name]):
+                raise Violated(f"after the restart {name} of round {run.state.round} has other values")
+
+    def told(self, run: Coordinator, num_rounds: int) -> None:
+        """The run says that so many rounds are committed."""
+        self.look(run)
+        if self.num_commits != num_rounds:
+            raise Violated(f"{num_rounds} rounds are said to be committed and {self.num_commits} are written down")
+        self._check_nothing_is_kept(run)
+
+    def look(self, run: Coordinator) -> None:
+        """Check every commit since the last look, and the books."""
+        rows = run.ledger.audit("SELECT round, attempt, state, accepted FROM commits ORDER BY round")
+        if self._state is None:
+            self.start(run)
+        for round, attempt, state, accepted in rows[self.num_commits :]:
+            self._commit(run, int(round), int(attempt), json.loads(state), json.loads(accepted))
+        self._check_deal(run)
+        self._check_files(run)
+        self.glance(run)
+
+    def glance(self, run: Coordinator) -> None:
+        """Open leases only: cheap."""
+        seen: dict[tuple[int, str], LeaseId] = {}
+        for lease in run.fleet.book.open.values():
+            name = (lease.message.round, lease.message.key)
+            if lease.message.kind != "pure" and name in seen:
+                raise Violated(f"{lease.message.key} is held under {seen[name]} and under {lease.id}")
+            seen[name] = lease.id
+
+    # One commit
+
+    def _commit(self, run: Coordinator, round: int, attempt: int, state: Any, accepted: Sequence[Any]) -> None:
+        assert self._state is not None
+        if round != self._state.round:
+            raise Violated(f"round {round} was committed after {self._state.round} rounds")
+        rows = {k: ReplyRow(key=k, worker=w, object=o, version=v, scalars=s) for k, w, o, v, s in accepted}
+        if len(rows) != len(accepted):
+            raise Violated(f"a reply counts twice in round {round}")
+        logged = {row.key: row for row in run.ledger.replies(round, attempt)}
+        if forgotten := sorted(logged.keys() - rows.keys()):
+            raise Violated(f"acknowledged replies do not count in round {round}: {', '.join(forgotten)}")
+        if invented := sorted(k for k in rows if k not in logged):
+            raise Violated(f"replies count in round {round} that were never logged: {', '.join(invented)}")
+        self._check_data(run, round, attempt, rows)
+        proposed = run.strategy.State.from_json(state)
+        tokens = sum(int(row.scalars["num_tokens"]) for row in rows.values())
+        if proposed.tokens != self._state.tokens + tokens:
+            raise Violated(f"round {round} counts {proposed.tokens - self._state.tokens} tokens of {tokens}")
+        self._recompute(run, attempt, rows, proposed)
+        self._note(run, proposed)
+        self.num_commits += 1
+        given = sum(int(t) for (t,) in run.ledger.audit("SELECT tokens FROM contributions"))
+        if self.num_commits == proposed.round and given != proposed.tokens:
+            raise Violated(f"members are credited with {given} tokens of {proposed.tokens}")
+
+    def _check_data(self, run: Coordinator, round: int, attempt: int, rows: Mapping[str, ReplyRow]) -> None:
+        trained: set[Position] = set()
+        counted: dict[str, Counted] = {}
+        before: set[Position] = set().union(*self._trained)
+        for lease in run.ledger.leases(round, attempt):
+            row = rows.get(lease.key)
+            if row is None or row.worker != lease.worker or lease.status != "replied":
+                continue
+            message = pb.Lease.FromString(lease.lease)
+            granted = [(s.epoch, s.shard, i) for s in message.spans for i in range(s.start, s.stop)]
+            own = granted
+            if message.sequences_per_step:  # it may have been cut short: then only the first of them were trained
+                own = granted[: int(row.scalars["num_steps"]) * message.sequences_per_step]
+                self.num_cut_short += len(own) < len(granted)
+            if len(own) * self._seq_len != int(row.scalars["num_tokens"]):
+                raise Violated(f"{lease.key} read {len(own)} sequences and counts {row.scalars['num_tokens']} tokens")
+            if twice := [p for p in own if p in before or p in trained]:
+                raise Violated(f"{lease.key} of round {round} trained {twice[0]} a second time")
+            trained.update(own)
+            counted[lease.key] = (len(granted), tuple(own))
+        if sum(int(row.scalars["num_tokens"]) for row in rows.values()) != len(trained) * self._seq_len:
+            raise Violated(f"round {round} counts tokens without data")
+        self._trained.append(trained)
+        self.counted.append(counted)
+
+    def _recompute(self, run: Coordinator, attempt: int, rows: Mapping[str, ReplyRow], proposed: State) -> None:
+        assert self._state is not None
+        if run.facts.aggregation.rule != "mean":
+            return  # robust rules have references of their own in tests/aggregation
+        decided = run.ledger.decisions(self._state.round, attempt)
+        fleet = PlainFleet(run, decided, rows, {h: self._values[n] for n, h in self._state.named_handles().items()})
+        expected = plainly(run.strategy.run_round(self._state, fleet))
+        names = expected.named_handles()
+        for name, handle in proposed.named_handles().items():
+            got, wanted = run.params.read(handle), fleet.values[names[name]]
+            if not torch.allclose(got, wanted, rtol=1e-5, atol=1e-7):
+                raise Violated(
+                    f"{name} after round {proposed.round} is off by {(got - wanted).abs().max().item():.2e} from what "
+                    "the accepted updates make of the state before"
+                )
+        if replace(expected, seconds=0.0).loss != replace(proposed, seconds=0.0).loss:
+            raise Violated(f"the loss of round {proposed.round} is {proposed.loss} and should be {expected.loss}")
+
+    def _note(self, run: Coordinator, state: State) -> None:
+        self._state = state
+        self._values = {name: run.params.read(handle) for name, handle in state.named_handles().items()}
+
+    # The books
+
+    def _check_deal(self, run: Coordinator) -> None:
+        deal = run.ledger.deal()
+        if deal is None:
+            return
+        trained: dict[int, int] = {}
+        for epoch, _, _ in set().union(*self._trained):
+            trained[epoch] = trained.get(epoch, 0) + 1
+        under_way: set[int] = set()
+        for number, num_begun, held, returned, outstanding, num_consumed in deal["epochs"]:
+            under_way.add(number)
+            if num_consumed != trained.get(number, 0):
+                raise Violated(f"epoch {number} counts {num_consumed} sequences, trained were {trained.get(number, 0)}")
+            places = [(s, a, b) for _, s, a, b in held] + [(s, a, b) for s, a, b in (*returned, *outstanding)]
+            if num_begun == run.deck.num_shards:
+                total = num_consumed + sum(b - a for _, a, b in places)
+                if total != self._num_sequences:
+                    raise Violated(f"epoch {number} holds {total} of {self._num_sequences} sequences")
+            ends: dict[int, int] = {}
+            for shard, start, stop in sorted(places):
+                if start < ends.get(shard, 0):
+                    raise Violated(f"sequence {start} of shard {shard} is in two places")
+                ends[shard] = stop
+        for number in range(deal["num_done"]):
+            if number not in under_way and trained.get(number, 0) != self._num_sequences:
+                raise Violated(f"epoch {number} is over with {trained.get(number, 0)} of {self._num_sequences}")
+
+    def _check_nothing_is_kept(self, run: Coordinator) -> None:
+        """When a round ends, all that was handed out for it and not trained has gone back."""
+        deal = run.ledger.deal()
+        handed_out = sum(b - a for epoch in deal["epochs"] for _, a, b in epoch[4]) if deal else 0
+        held = sum(s.stop - s.start for lease in run.fleet.book.open.values() for s in lease.message.spans)
+        if handed_out > held:
+            raise Violated(f"{handed_out} sequences are handed out and {held} are in somebody's hands")
+
+    def _check_files(self, run: Coordinator) -> None:
+        workers = len(run.roster.members)
+        objects, data = len(run.objects.digests()), len(run.deck.digests())
+        if objects > data + 8 * workers + 8:
+            raise Violated(f"{objects} objects are kept, {data} of them data, for {workers} workers")
+        files = sum(1 for path in run.params.root.iterdir() if path.is_file())
+        if files > 64:
+            raise Violated(f"{files} files are kept in {run.params.root}")
+
+
+class PlainFleet:
+    """Gives a strategy the replies that were accepted, and does its arithmetic on whole tensors in memory."""
+
+    def __init__(
+        self,
+        run: Coordinator,
+        decided: Mapping[str, Any],
+        rows: Mapping[str, ReplyRow],
+        values: Mapping[Params, Tensor],
+    ) -> None:
+        self._coordinator, self._decided, self._rows = run, decided, rows
+        self.values: dict[Params, Tensor] = dict(values)
+
+    @property
+    def run(self) -> RunFacts:
+        return facts(self._coordinator.facts, self._decided)
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return cohort(self._decided, self._coordinator.roster.members)
+
+    async def call(
+        self, tasks: Mapping[WorkerId, BoundTask], *, key: str, min_replies: int, reduce: Reduction | None = None
+    ) -> Replies:
+        rows = [self._rows[name] for name in (f"{key}/{w}" for w in sorted(tasks)) if name in self._rows]
+        if len(rows) < min_replies:
+            raise Violated(f"{key} was committed with {len(rows)} replies and needs {min_replies}")
+        replies = tuple(Reply(worker=WorkerId(r.worker), key=r.key, scalars=r.scalars, object=r.object) for r in rows)
+        return Replies(replies=replies, value=self._reduced(rows, reduce) if reduce else None)
+
+    def _reduced(self, rows: Sequence[ReplyRow], reduction: Reduction) -> Params:
+        layout = self.run.layout
+        total, weights = torch.zeros(layout.numel, dtype=torch.float64), 0.0
+        for row in rows:
+            weight = float(row.scalars[reduction.weight]) if reduction.weight and reduction.mean else 1.0
+            weight *= reduction.factors.get(WorkerId(row.worker), 1.0)
+            with Bundle.open(self._coordinator.objects.path(Digest(row.object))) as bundle:
+                total += weight * bundle.flat_slice(reduction.name, layout, 0, layout.numel).double()
+            weights += weight
+        return self._new((total / weights if reduction.mean else total).float())
+
+    def _new(self, values: Tensor) -> Params:
+        handle = Params((Fragment(f"plain-{len(self.values)}", values.numel()),))
+        self.values[handle] = values
+        return handle
+
+    async def apply(self, op: Op, *handles: Params, num_outputs: int = 1, **scalars: Any) -> tuple[Params, ...]:
+        made = op(*(self.values[h].clone() for h in handles), layout=self.run.layout, offset=0, **scalars)
+        assert len(made) == num_outputs
+        return tuple(self._new(values.clone()) for values in made)
+
+    async def norm(self, handle: Params) -> float:
+        return float(self.values[handle].double().norm())
+
+    async def next(self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str) -> Reply:
+        raise _unplayed(key)
+
+    async def map(self, tasks: Sequence[BoundTask], *, key: str) -> tuple[Reply, ...]:
+        raise _unplayed(key)
+
+    async def open(self, worker: WorkerId, task: BoundTask, *, key: str) -> None:
+        raise _unplayed(key)
+
+    async def send(self, key: str, step: int, arguments: Mapping[str, Any]) -> None:
+        raise _unplayed(key)
+
+    async def receive(self, key: str, step: int) -> Reply:
+        raise _unplayed(key)
+
+    async def close(self, key: str) -> None:
+        raise _unplayed(key)
+
+
+def _unplayed(key: str) -> Exception:
+    return NotImplementedError(f"{key}: only rounds of `call` and `apply` are recomputed; teach PlainFleet the verb")
+
+
+def plainly(round: Any) -> Any:
+    """The result of a coroutine that never waits."""
+    try:
+        round.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("a plain fleet never waits")

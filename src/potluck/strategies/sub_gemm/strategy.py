@@ -1,0 +1,157 @@
+"""Sub-GEMM tensor parallelism: the head trains the model, and devices compute tiles of its matrix products.
+
+    g = d(sum of token losses) / d theta over one batch      every product of it in tiles of C = A B
+    g <- g min(1, clip / |g|);  theta <- adamw(theta, g)      on the head, as `sync_sgd` takes its step
+
+Xue et al. 2025, arXiv:2512.22142 ("Cleave"). A device holds no model, no optimizer and no activations: it needs memory
+for a tile. A round is one optimizer step; one that is not committed is done again, with the same data.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from potluck.planner.tiles.device import Head as HeadMachine
+from potluck.strategies.fleet import Fleet, Head
+from potluck.strategies.replica import Loss
+from potluck.strategies.run import RunFacts
+from potluck.strategies.strategy import RoundBytes
+from potluck.strategies.sub_gemm.head import HeadConfig, HeadModel
+from potluck.strategies.sub_gemm.multiply import SpreadConfig, SpreadMultiplier
+from potluck.strategies.sub_gemm.tally import Tally
+from potluck.strategies.sub_gemm.tile import Wire, multiply
+from potluck.strategies.sync_sgd import SyncSGDState, clip_scale, step
+from potluck.strategies.task import Result, task
+from potluck.types.ids import WorkerId
+
+timed_side, num_timings = 384, 3
+"""The head's speed at the start is that of a product of such matrices; products that it does correct it."""
+
+
+class SubGEMMConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    wire: Wire = Field(
+        default="fp32", description="how factors travel: fp32 exactly, bf16, or int8 with a scale for each row"
+    )
+    head_computes: bool = Field(
+        default=True, description="whether the head does products itself where that is as quick or nobody is left"
+    )
+    keep_weights: bool = Field(
+        default=True, description="whether devices keep parts of weights over the micro-batches of a step"
+    )
+    split_inner: bool = Field(default=True, description="whether sums may be split over devices (K split)")
+    num_tiles: int = Field(default=4, ge=1, le=64, description="parts of a device's share, so that its stages overlap")
+    least_side: int = Field(default=64, ge=1, description="of a tile, on average; small products use fewer devices")
+    attention: bool = Field(default=False, description="whether the products of attention are spread too")
+    checkpointing: bool = Field(default=False, description="whether activations are computed twice to keep fewer")
+
+
+@task("sub_gemm.tile", kind="pure")  # the half that runs on a device
+def tile(_: object, *, a: Tensor, b: Tensor, wire: str, is_a_transposed: bool, is_b_transposed: bool) -> Result:
+    product = multiply(a, b, wire=wire, is_a_transposed=is_a_transposed, is_b_transposed=is_b_transposed)
+    return Result({}, inline={"c": product})
+
+
+class SubGEMM:  # the half that runs on the head
+    Config: ClassVar[type[BaseModel]] = SubGEMMConfig
+    State: ClassVar[type[SyncSGDState]] = SyncSGDState
+
+    def __init__(self, config: SubGEMMConfig) -> None:
+        self.config = config
+        self._model: HeadModel | None = None  # as large as the model, and filled anew in each step
+        self._multiplier: SpreadMultiplier | None = None  # what it knows of the devices outlives a step
+
+    def init(self, run: RunFacts) -> SyncSGDState:
+        return SyncSGDState(params=run.initial, first_moment=run.zeros, second_moment=run.zeros)
+
+    async def run_round(self, state: SyncSGDState, fleet: Fleet) -> SyncSGDState:
+        run = fleet.run
+        num_sequences = run.inner.sequences_per_step
+
+        def work(head: Head) -> Result:
+            model, multiplier = self._ready(run)
+            multiplier.begin_step(head)
+            model.load(head.vector(state.params))
+            gradient, loss = model.gradient(
+                head.batches(), num_sequences=num_sequences, multiplier=multiplier, step=state.round
+            )
+            return Result({"num_tokens": loss.num_tokens, "loss_sum": loss.loss_sum}, {"gradient": gradient})
+
+        got = await fleet.head(work, key="step", num_sequences=num_sequences)
+        num_tokens, loss_sum = int(got.scalars["num_tokens"]), float(got.scalars["loss_sum"])
+        log = self._ready(run)[1].log
+        fleet.report(log.metrics())
+        fleet.credit("step", shares(log.tally, num_tokens))
+        gradient = got.handles["gradient"]
+        progress, _ = run.progress_span(state, 1)
+        scale = clip_scale(await fleet.norm(gradient) / num_tokens, run.inner.clip) / num_tokens
+        stepped = await step(fleet, state, gradient, config=run.inner, progress=progress, scale=scale)
+        return replace(
+            stepped, round=state.round + 1, tokens=state.tokens + num_tokens, loss=loss_sum / num_tokens
+        )  # fmt: skip
+
+    async def evaluate(self, state: SyncSGDState, fleet: Fleet, num_held_out_parts: int) -> Loss:
+        run = fleet.run
+
+        def work(head: Head) -> Result:
+            model, _ = self._ready(run)
+            model.load(head.vector(state.params))
+            losses = [model.evaluate(tokens) for tokens in head.batches()]
+            return Result(
+                {"num_tokens": sum(x.num_tokens for x in losses), "loss_sum": sum(x.loss_sum for x in losses)}
+            )
+
+        got = await fleet.head(work, key="validation", held_out_parts=num_held_out_parts)
+        return Loss(float(got.scalars["loss_sum"]), int(got.scalars["num_tokens"]))
+
+    def estimate(self, run: RunFacts) -> RoundBytes:
+        """No objects of the model's size move: devices are sent parts of products, inline."""
+        return RoundBytes(up=0, down=0)
+
+    def _ready(self, run: RunFacts) -> tuple[HeadModel, SpreadMultiplier]:
+        if self._model is None or self._multiplier is None:
+            config = self.config
+            self._model = HeadModel(
+                dict(run.model_config), run.layout,
+                HeadConfig(
+                    batch_size=run.inner.batch_size, seq_len=run.seq_len, precision=run.precision,
+                    attention=config.attention, checkpointing=config.checkpointing, seed=run.seed,
+                ),
+            )  # fmt: skip
+            num_micro_batches = -(-run.inner.sequences_per_step // run.inner.batch_size)
+            self._multiplier = SpreadMultiplier(
+                SpreadConfig(
+                    wire=config.wire, num_tiles=config.num_tiles, num_micro_batches=num_micro_batches,
+                    may_keep_weights=config.keep_weights, may_split_inner=config.split_inner,
+                    least_side=config.least_side,
+                ),
+                head=HeadMachine(s_per_flop=seconds_per_flop()) if config.head_computes else HeadMachine(),
+                secret=secrets.token_hex(16),
+            )  # fmt: skip
+        return self._model, self._multiplier
+
+
+def seconds_per_flop() -> float:
+    """Of this machine now, by the quickest of a few products."""
+    a, b = torch.ones(timed_side, timed_side), torch.ones(timed_side, timed_side)
+    times: list[float] = []
+    for _ in range(1 + num_timings):
+        begun = time.perf_counter()
+        torch.mm(a, b)
+        times.append(time.perf_counter() - begun)
+    return min(times[1:]) / (2 * timed_side**3)
+
+
+def shares(tally: Tally, num_tokens: int) -> Mapping[WorkerId, int]:
+    """What each device did of a step's tokens, by the elements of results that it brought."""
+    total = sum(tally.up_bytes.values())
+    return {worker: int(num_tokens * number / total) for worker, number in tally.up_bytes.items()} if total else {}

@@ -1,0 +1,97 @@
+"""Wrong tiles are refused and honest ones are not. `potluck bench lies` asks the same of more of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from potluck.bench.lies import FACTORS, LIES, ORDERS, WIRES, honest_tile, is_refused, wrong_tile
+from potluck.strategies.sub_gemm.checks import check_tile
+from potluck.types.errors import InvalidUpdate, NotFinite
+
+
+def chance(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_honest_tiles_are_accepted_whatever_their_factors_and_order_of_sums(wire: str) -> None:
+    generator = chance()
+    for factors in FACTORS:
+        for order in ORDERS:
+            for shape in ((1, 1, 1), (3, 700, 5), (90, 64, 50), (130, 300, 70)):
+                a, b, c = honest_tile(wire, generator, factors=factors, order=order, shape=shape)
+                check_tile(a, b, c, wire=wire, generator=generator)
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("wire", WIRES)
+def test_errors_of_the_least_size_are_refused(wire: str, lie: str) -> None:
+    generator = chance(2)
+    assert all(is_refused(*wrong_tile(lie, wire, generator), wire, generator) for _ in range(25))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_error_in_a_row_that_hides_it_is_found_by_multiplying_the_row_again(wire: str) -> None:
+    generator = chance(3)
+    a, b = torch.randn(200, 100, generator=generator), torch.randn(100, 2000, generator=generator)
+    a[7] *= 20
+    a, b, c = a.bfloat16().float(), b.bfloat16().float(), (a.bfloat16().double() @ b.bfloat16().double())
+    if wire != "fp32":
+        c = c.bfloat16().double()
+    lie = (1e-3 if wire == "fp32" else 0.5) * float(c.square().mean().sqrt())
+    place = int((c[7].abs() - 20).abs().argmin())
+    for sign in (1.0, -1.0):
+        wrong = c.clone()
+        wrong[7, place] += sign * lie
+        wrong = wrong.to(torch.float32 if wire == "fp32" else torch.bfloat16)
+        with pytest.raises(InvalidUpdate, match=r"is off by 0\.(00|[45])"):
+            check_tile(a, b, wrong, wire=wire, generator=generator)
+
+
+def test_tf32_is_not_fp32() -> None:
+    generator = chance(4)
+    for shape in ((100, 500, 80), (30, 64, 30)):
+        a, b, _ = honest_tile("fp32", generator, factors="normal", shape=shape)
+        low = [((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) for x in (a, b)]
+        assert is_refused(a, b, low[0] @ low[1], "fp32", generator)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_another_tile_is_refused(wire: str) -> None:
+    generator = chance(5)
+    for shape in ((5, 6, 7), (100, 60, 90)):
+        a, b, c = honest_tile(wire, generator, factors="normal", shape=shape)
+        for wrong in (torch.zeros_like(c), c.flip(0), c * 2, c * 3e38, torch.ones_like(c) * 3e38, -c):
+            assert is_refused(a, b, wrong, wire, generator)
+        assert is_refused(torch.zeros_like(a), b, c, wire, generator)
+
+
+def test_views_are_checked_like_copies() -> None:
+    generator = chance(6)
+    a, b, c = honest_tile("fp32", generator, factors="both", shape=(60, 200, 300))
+    views = (x.T.contiguous().T for x in (a, b, c))
+    check_tile(*views, wire="fp32", generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (torch.zeros(4, 5), r"came back as float32 \[4, 5\] and must be float32 \[4, 6\]"),
+        (torch.zeros(4, 6, dtype=torch.bfloat16), "came back as bfloat16"),
+        (torch.zeros(4, 6, dtype=torch.float64), "came back as float64"),
+        (torch.full((4, 6), torch.nan), "holds nan and its factors allow no more than"),
+        (torch.full((4, 6), -torch.inf), "holds inf and its factors allow no more than"),
+        (torch.full((4, 6), 1e30), "holds 1e.30 and its factors allow no more than"),
+    ],
+)
+def test_replies_that_are_no_tile_are_refused(wrong: Tensor, match: str) -> None:
+    a, b, _ = honest_tile("fp32", chance(7), factors="normal", shape=(4, 5, 6))
+    with pytest.raises(InvalidUpdate, match=match):
+        check_tile(a, b, wrong, wire="fp32", generator=chance())
+
+
+def test_factors_that_are_not_finite_are_the_heads_own_fault() -> None:
+    with pytest.raises(NotFinite, match="a factor of a product holds NaN or infinity"):
+        check_tile(torch.full((2, 2), torch.inf), torch.ones(2, 2), torch.ones(2, 2), wire="fp32", generator=chance())
