@@ -19,6 +19,7 @@ from potluck.strategies.sub_gemm.assembly import Box
 from potluck.strategies.sub_gemm.deal import Sizes
 from potluck.strategies.sub_gemm.pieces import Terms
 from potluck.strategies.sub_gemm.product import Matrix, Product
+from potluck.strategies.sub_gemm.tile import multiply, sent_as
 from potluck.types.errors import InvalidUpdate
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile, GemmSpeed, LinkRates, Speeds
@@ -98,12 +99,8 @@ class Played:
         return up + 0.01 + (chance.uniform(5, 60) if chance.random() < self.stalls else 0.0)
 
     def answer(self, piece: Piece, chance: random.Random) -> dict[str, Tensor]:
-        a, b = (
-            values.T if piece.arguments[f"is_{name}_transposed"] else values
-            for name in ("a", "b")
-            for values in (piece.operands[name].values,)
-        )
-        c = a @ b
+        a, b = (sent_as(piece.operands[name].values, piece.wire) for name in ("a", "b"))
+        c = multiply(a, b, **piece.arguments)
         if chance.random() < self.lies:
             match chance.randrange(4):
                 case 0:

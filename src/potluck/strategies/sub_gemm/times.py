@@ -142,7 +142,7 @@ class TileTimes:
                 (old.s_per_flop, new.s_per_flop),
                 (old.memory_bytes, new.memory_bytes),
             )
-            most = max(most, *(max(x, y) / min(x, y) for x, y in pairs if x != y and min(x, y) > 0))
+            most = max([most, *(max(x, y) / min(x, y) for x, y in pairs if x != y and min(x, y) > 0)])
         return most - 1.0
 
 
