@@ -128,6 +128,18 @@ def test_within_a_step_a_lost_device_changes_no_plan_and_at_the_next_it_does() -
     assert multiply.log.num_plans == 1 and multiply.log.tally.num_reissued == 0
 
 
+def test_a_device_that_hangs_costs_only_a_few_products_until_it_is_lost() -> None:
+    devices = fleet(1e8, 1e8, 1e8)
+    devices[2].hangs_at = 0.0
+    desk, multiply = PlayedDesk(devices), multiplier()
+    desk.new_step(multiply)
+    for i in range(40):
+        product = whole_numbers(64, 64, 96, seed=i)
+        multiply(Product(Matrix(product.a.values, f"{i}/x"), Matrix(product.b.values, f"{i}/dy"), "weight_gradient"))
+    assert 0 < multiply.log.tally.num_late < 8
+    assert desk.at > 1.0
+
+
 def test_a_small_product_is_the_heads_and_its_speed_is_learnt() -> None:
     desk = PlayedDesk(fleet(1e8))
     multiply = multiplier(head=Head(s_per_flop=1e-9))

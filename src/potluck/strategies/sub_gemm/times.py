@@ -80,6 +80,7 @@ class TileTimes:
         self._profiles: dict[WorkerId, DeviceProfile] = {}
         self._plain: dict[WorkerId, TileDevice] = {}  # as measured
         self._records: dict[WorkerId, _Record] = {}
+        self._silences: dict[WorkerId, tuple[float, float]] = {}  # until when, and how long the last one was
 
     def device(self, worker: WorkerInfo) -> TileDevice:
         """The device as it is planned with: what it reported, else what the nearest one did, corrected."""
@@ -119,6 +120,17 @@ class TileTimes:
         record.work = _bounded(record.work * factor ** (tile.work_s / tile.longest_s))
         record.up = _bounded(record.up * factor ** (tile.up_s / tile.longest_s))
         record.ratios = (*record.ratios, observed_s / predicted_s)[-_window:]
+
+    def fell_silent(self, worker: WorkerId, waited_s: float, now: float) -> None:
+        """A tile of it is late. Each time, without an answer in between, it is left alone for longer."""
+        length_s = max(waited_s, 2 * self._silences.get(worker, (0.0, 0.0))[1])
+        self._silences[worker] = (now + length_s, length_s)
+
+    def answered(self, worker: WorkerId) -> None:
+        self._silences.pop(worker, None)
+
+    def is_silent(self, worker: WorkerId, now: float) -> bool:
+        return now < self._silences.get(worker, (0.0, 0.0))[0]
 
     def slack_share(self, worker: WorkerId) -> float:
         """Of a prediction: how much longer a tile may take before somebody else is given it too."""
