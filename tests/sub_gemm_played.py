@@ -19,6 +19,7 @@ from potluck.strategies.sub_gemm.assembly import Box
 from potluck.strategies.sub_gemm.deal import Sizes
 from potluck.strategies.sub_gemm.pieces import Terms
 from potluck.strategies.sub_gemm.product import Matrix, Product
+from potluck.strategies.sub_gemm.tile import multiply, sent_as
 from potluck.types.errors import InvalidUpdate
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile, GemmSpeed, LinkRates, Speeds
@@ -64,6 +65,7 @@ class Played:
     notice_s: float = 6.0
     flying: dict[Piece, float] = field(default_factory=dict[Piece, float])
     stages: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    kept: set[str] = field(default_factory=set[str])  # names of shards
 
     @property
     def info(self) -> WorkerInfo:
@@ -87,20 +89,18 @@ class Played:
         depth = a.shape[0 if piece.arguments["is_a_transposed"] else 1]
         rows, cols = a.numel() // depth, b.numel() // depth
         noise = math.exp(chance.gauss(0, self.jitter))
+        fresh = sum(o.values.numel() for o in piece.operands.values() if o.name not in self.kept)
+        self.kept.update(o.name for o in piece.operands.values() if o.name)
         down, work, up = self.stages
-        down = max(now, down) + noise * 4 * (a.numel() + b.numel()) / self.down
+        down = max(now, down) + noise * 4 * fresh / self.down
         work = max(down, work) + noise * 2 * rows * depth * cols / self.flops
         up = max(work, up) + noise * 4 * rows * cols / self.up
         self.stages = (down, work, up)
         return up + 0.01 + (chance.uniform(5, 60) if chance.random() < self.stalls else 0.0)
 
     def answer(self, piece: Piece, chance: random.Random) -> dict[str, Tensor]:
-        a, b = (
-            values.T if piece.arguments[f"is_{name}_transposed"] else values
-            for name in ("a", "b")
-            for values in (piece.operands[name].values,)
-        )
-        c = a @ b
+        a, b = (sent_as(piece.operands[name].values, piece.wire) for name in ("a", "b"))
+        c = multiply(a, b, **piece.arguments)
         if chance.random() < self.lies:
             match chance.randrange(4):
                 case 0:
@@ -158,7 +158,7 @@ def play(bag: Bag, devices: Sequence[Played], seed: int = 0, *, most_s: float = 
             if kind == "change":
                 here = tuple(d.info for d in devices if d.is_here(now))
                 if not d.is_here(now):
-                    lost, d.flying, d.stages = list(d.flying), {}, (0.0, 0.0, 0.0)
+                    lost, d.flying, d.stages, d.kept = list(d.flying), {}, (0.0, 0.0, 0.0), set()
                     for each in lost:
                         bag.lose(d.id, each, f"{d.id} is gone", now)
                 continue

@@ -54,7 +54,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes of a device's memory that a tile takes: operands, by name, and the result."""
+    """Bytes of a device's memory that a tile takes: operands, by a name that is theirs alone, and the result."""
 
     shards: Mapping[str, int]
     result_bytes: int

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from potluck.planner.cost import correction
+from potluck.planner.cost import Calibration, correction
 from potluck.planner.tiles.choose import cheapest
 from potluck.planner.tiles.device import Head, TileDevice
 from potluck.planner.tiles.plan import Plan
@@ -44,6 +44,8 @@ drift_tolerance = 0.1
 """A plan is made anew at a step whose devices are faster or slower than it took them to be by more."""
 changed_share, changed_share_keeping = 0.02, 0.25
 """Of the devices that may come and go within a step before plans are made anew, without and with kept weights."""
+
+_fleet = WorkerId("")  # all devices together
 
 
 class Desk(Protocol):
@@ -128,6 +130,7 @@ class SpreadMultiplier:
         self.times = TileTimes(num_in_flight=config.num_in_flight)
         self._config, self._head, self._secret = config, head, secret
         self._check = check or self._check_by_vectors
+        self._calibration = Calibration()
         self._holdings = Holdings()
         self._desk: Desk | None = None
         self._num_products = 0
@@ -164,9 +167,13 @@ class SpreadMultiplier:
             result = bag.result()
         finally:
             self.log.tally.add(bag.tally)
+        # Of devices that all vary the slowest is slower than the mean one, and that is no device's fault.
+        predicted_s = self._calibration.predict_s(_fleet, product.kind, bag.predicted_s)
+        observed_s = bag.ended_at - bag.began_at
+        self._calibration.observe(_fleet, product.kind, predicted_s=predicted_s, observed_s=observed_s)
         kind.num_offloaded += 1
-        kind.predicted_s += bag.predicted_s
-        kind.observed_s += bag.ended_at - bag.began_at
+        kind.predicted_s += predicted_s
+        kind.observed_s += observed_s
         return result
 
     def _native(self, product: Product, plan: Plan, desk: Desk, kind: KindLog) -> Tensor:

@@ -72,6 +72,7 @@ class Pieces:
         self.name = title(product)
         self._product, self._terms, self._stretch = product, terms, stretch
         self._a, self._b = _Factor(product.a), _Factor(product.b)
+        self._needs: dict[Box, Need] = {}
 
     def piece(self, box: Box) -> Piece:
         return Piece(
@@ -87,26 +88,25 @@ class Pieces:
             label=f"{self.name} [{box.row0}:{box.row1}, {box.col0}:{box.col1}]",
         )
 
-    def shards(self, box: Box) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Name and number of elements of both operands."""
-        rows, cols = box.shape
-        return (
-            (self._a.name(box[:2], box[4:]), rows * box.depth),
-            (self._b.name(box[4:], box[2:4]), cols * box.depth),
-        )
+    def need(self, box: Box) -> Need:
+        """What a device needs of memory for a tile, under the names of its shards."""
+        found = self._needs.get(box)
+        if found is None:
+            (rows, cols), held = box.shape, self._terms.sizes.held
+            a, b = self._a.name(box[:2], box[4:]), self._b.name(box[4:], box[2:4])
+            found = self._needs[box] = Need(
+                shards={
+                    a or f"{box}a": math.ceil(rows * box.depth * held),
+                    b or f"{box}b": math.ceil(cols * box.depth * held),
+                },
+                result_bytes=math.ceil(rows * cols * held),
+            )
+        return found
 
     def down_bytes(self, box: Box, holds: Holds) -> float:
         """Of the operands that a device does not hold."""
-        return sum(size for name, size in self.shards(box) if not (name and holds(name))) * self._terms.sizes.down
-
-    def need(self, box: Box) -> Need:
-        """What a device needs for it, operands that others in flight share apart."""
-        rows, cols = box.shape
-        held = self._terms.sizes.held
-        return Need(
-            shards={name or f"{box}{i}": math.ceil(size * held) for i, (name, size) in enumerate(self.shards(box))},
-            result_bytes=math.ceil(rows * cols * held),
-        )
+        sent = sum(num_bytes for name, num_bytes in self.need(box).shards.items() if not holds(name))
+        return sent * self._terms.sizes.down / self._terms.sizes.held
 
     def stages(self, device: TileDevice, box: Box, holds: Holds) -> Stages:
         down_bytes, up_bytes = self.down_bytes(box, holds), self._terms.sizes.up_bytes(box)

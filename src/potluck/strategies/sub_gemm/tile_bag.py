@@ -6,6 +6,7 @@ A state machine: it waits for nothing, owns no thread, and is told what happens.
   one that does not fit is cut.
 - A tile is late after its predicted time plus slack. Then it is dealt anew to others (`deal.py`), and so is what waited
   behind it, but a reply that comes after all counts if it is the first. After `patience` predictions it is given up on.
+  Its device is given nothing, in the next products too, until it answers or has had as long again.
 - A tile whose device is gone, has failed or has sent a wrong result is dealt anew. One that failed `most_failures`
   times is the head's, and without a head that computes the round fails with the reasons.
 - A device with nothing left to do takes what waits longest elsewhere, and near the end a copy of the slowest tile in
@@ -46,6 +47,8 @@ from potluck.types.ids import WorkerId
 
 least_slack_s = 0.25
 """Late by less is noise, whatever was predicted."""
+most_doublings = 6
+"""Of the slack of a device that was late before."""
 patience, least_patience_s = 16.0, 30.0
 """Predictions, and seconds, after which a tile is given up on that was to be back after one."""
 least_copy_gain, least_head_gain = 0.25, 0.5
@@ -136,6 +139,7 @@ class TileBag:
             lane = self._lanes.get(worker)
             if lane is not None:
                 lane.is_late = False
+                self._times.answered(worker)
                 self._awake[lane] = None
             if flight is None or flight.lane is not lane:
                 self.tally.num_ignored += 1
@@ -199,7 +203,7 @@ class TileBag:
                     lane = self._lanes[worker.id] = Lane(self._times.device(worker))
                 elif lane.is_here:
                     continue
-                lane.is_here, lane.is_late = True, False
+                lane.is_here, lane.is_late = True, self._times.is_silent(worker.id, now)
                 self._awake[lane] = None
             self._here = here
         if not self._planned:
@@ -207,7 +211,7 @@ class TileBag:
         self.began_at = now
         for id, box in self._planned:
             tile, lane = self._tree.add(box), self._lanes.get(id)
-            if lane is None or not self._place(tile, lane, now):
+            if lane is None or lane.is_late or not self._place(tile, lane, now):
                 self._orphans.append(tile)
         self._planned = []
         return True
@@ -239,6 +243,7 @@ class TileBag:
                 flight.is_late = lane.is_late = True
                 lane.num_late += 1
                 self.tally.num_late += 1
+                self._times.fell_silent(lane.id, waited_s, now)
                 self._take_back(lane)
             if flight.tile.is_leaf and flight.tile.num_places == 1:
                 self._orphans.append(flight.tile)
@@ -325,7 +330,7 @@ class TileBag:
         for part in [tile] if len(boxes) == 1 else self._tree.cut(tile, boxes) if boxes else []:
             own = self._stages(lane, part)
             lane.queue.append((part, own))
-            lane.promised.update(name for name, _ in self._pieces.shards(part.box))
+            lane.promised.update(self._pieces.need(part.box).shards)
             lane.wait_for(own, now)
             part.num_queued += 1
             self._push_backlog(lane)
@@ -351,11 +356,13 @@ class TileBag:
         holds = partial(self._holdings.holds, lane.id)
         own = self._pieces.stages(lane.device, tile.box, holds)
         self.tally.down_bytes[lane.id] += round(self._pieces.down_bytes(tile.box, holds))
-        named = {operand.name for operand in piece.operands.values()} & need.shards.keys()
-        self._holdings.sent(lane.id, {name: need.shards[name] for name in named}, lane.device.memory_bytes)
+        named = {o.name: need.shards[o.name] for o in piece.operands.values() if o.name}
+        self._holdings.sent(lane.id, named, lane.device.memory_bytes)
         previous = max((flight.ends_at for flight in lane.flying), default=now)
         ends_at = lane.send(own, now)
-        slack_s = max(self._times.slack_share(lane.id) * (ends_at - now), least_slack_s) * 2.0**lane.num_late
+        slack_s = max(self._times.slack_share(lane.id) * (ends_at - now), least_slack_s) * 2.0 ** min(
+            lane.num_late, most_doublings
+        )
         flight = Flight(
             tile=tile,
             lane=lane,
@@ -465,8 +472,8 @@ class TileBag:
         self._awake[lane] = None
 
     def _observe_late(self, flight: Flight, now: float) -> None:
-        """A reply that nobody waits for any more would have taken at least so long."""
-        if now > flight.ends_at:
+        """A reply that nobody waits for any more would have taken at least so long; those behind it say nothing."""
+        if now > flight.ends_at and flight is next(iter(flight.lane.flying)):
             waited_s = now - max(flight.began_at, flight.lane.replied_at)
             self._observe(flight, waited_s)
 

@@ -13,8 +13,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from potluck.planner.cost import DeviceCost, OpCost, correction, starting_cost
+from potluck.planner.cost import DeviceCost, OpCost, correction, device_cost, starting_cost
 from potluck.planner.tiles.device import TileDevice, tile_device
 from potluck.strategies.fleet import WorkerInfo
 from potluck.strategies.sub_gemm.assembly import Box
@@ -26,6 +27,8 @@ least_share, spread_factor = 0.25, 4.0
 """Slack is that share of a prediction, or so many of its usual errors: `planner/deadline.py`."""
 _window = 16
 _bound = 1e6
+_own_cost = lru_cache(maxsize=1 << 14)(device_cost)
+"""A fit takes a millisecond, and a profile changes with every new rate of its link."""
 _unmeasured = DeviceCost(gemm=OpCost(s_per_flop=1e-10), attention=OpCost(), elementwise=OpCost(), optimizer=OpCost())
 """Of a fleet in which no product was ever measured: 10 GFLOP/s, until tiles have come back."""
 
@@ -77,6 +80,7 @@ class TileTimes:
         self._profiles: dict[WorkerId, DeviceProfile] = {}
         self._plain: dict[WorkerId, TileDevice] = {}  # as measured
         self._records: dict[WorkerId, _Record] = {}
+        self._silences: dict[WorkerId, tuple[float, float]] = {}  # until when, and how long the last one was
 
     def device(self, worker: WorkerInfo) -> TileDevice:
         """The device as it is planned with: what it reported, else what the nearest one did, corrected."""
@@ -94,8 +98,10 @@ class TileTimes:
         )
 
     def _meet(self, worker: WorkerInfo) -> None:
-        known = [p for id, p in self._profiles.items() if id != worker.id]
-        cost = starting_cost(worker.profile, known, self._precision) or _unmeasured
+        cost = _own_cost(worker.profile.speeds, self._precision)
+        if cost is None:
+            known = [p for id, p in self._profiles.items() if id != worker.id]
+            cost = starting_cost(worker.profile, known, self._precision) or _unmeasured
         now = tile_device(worker.id, worker.profile, cost, num_in_flight=self._num_in_flight)
         before, record = self._plain.get(worker.id), self._records.get(worker.id)
         if before and record:
@@ -114,6 +120,17 @@ class TileTimes:
         record.work = _bounded(record.work * factor ** (tile.work_s / tile.longest_s))
         record.up = _bounded(record.up * factor ** (tile.up_s / tile.longest_s))
         record.ratios = (*record.ratios, observed_s / predicted_s)[-_window:]
+
+    def fell_silent(self, worker: WorkerId, waited_s: float, now: float) -> None:
+        """A tile of it is late. Each time, without an answer in between, it is left alone for longer."""
+        length_s = max(waited_s, 2 * self._silences.get(worker, (0.0, 0.0))[1])
+        self._silences[worker] = (now + length_s, length_s)
+
+    def answered(self, worker: WorkerId) -> None:
+        self._silences.pop(worker, None)
+
+    def is_silent(self, worker: WorkerId, now: float) -> bool:
+        return now < self._silences.get(worker, (0.0, 0.0))[0]
 
     def slack_share(self, worker: WorkerId) -> float:
         """Of a prediction: how much longer a tile may take before somebody else is given it too."""
@@ -137,7 +154,7 @@ class TileTimes:
                 (old.s_per_flop, new.s_per_flop),
                 (old.memory_bytes, new.memory_bytes),
             )
-            most = max(most, *(max(x, y) / min(x, y) for x, y in pairs if x != y and min(x, y) > 0))
+            most = max([most, *(max(x, y) / min(x, y) for x, y in pairs if x != y and min(x, y) > 0)])
         return most - 1.0
 
 
