@@ -83,7 +83,9 @@ def test_stop_and_resume_changes_nothing(case: Case, sockets: bool) -> None:
 
 
 @pytest.mark.parametrize(("up", "down"), [("int4+ef", "int8-delta"), ("topk(25%)+2bit+ef(0.95)", "bf16")])
-def test_error_feedback_and_deltas_go_on_exactly_after_a_restart(case: Case, up: str, down: str, sockets: bool) -> None:
+@pytest.mark.parametrize("name", ["diloco", "sync_sgd"])  # whose workers send updates
+def test_error_feedback_and_deltas_go_on_exactly_after_a_restart(name: str, up: str, down: str, sockets: bool) -> None:
+    case = cases[name]
     checks.resumes_exactly(case.problem(up_codec=up, down_codec=down), case.make, sockets=sockets)
 
 
