@@ -12,8 +12,9 @@ import pytest
 import torch
 from pydantic import BaseModel
 from torch import Tensor
+from worlds import virtual_world
 
-from potluck.clock import InlineExecutor, SystemClock, ThreadExecutor, VirtualClock, run_virtual
+from potluck.clock import SystemClock, ThreadExecutor, run_virtual
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.live import LiveFleet
 from potluck.protocol import pb
@@ -119,9 +120,7 @@ def play(
     problem.fleet = FleetConfig(min_workers=len(costs), **{"no_progress_s": 20.0, **fleet})
 
     async def main() -> tuple[Seen, World]:
-        world = World(
-            problem.plan(Toy(rounds)), problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor
-        )
+        world = virtual_world(problem, Toy(rounds), folder)
         for name, cost_s in costs.items():
             world.add(name, cost_s=cost_s)
         await world.start()
