@@ -360,6 +360,8 @@ def test_an_input_that_cannot_be_had_costs_the_session_and_not_the_worker(tmp_pa
     assert tries == ["w1", "w1"]
     (lost,) = [e.text for e in world.events if e.kind == "lost"]
     assert lost.startswith("w1 could not do toy.listening: its input of step 0 cannot be had: the object blake3:")
+    (discarded,) = [e.detail["reason"] for e in world.events if e.kind == "discarded"]
+    assert discarded == f"session talk is gone: {lost}"
 
 
 def test_a_machine_that_became_slower_is_given_up_on_once(tmp_path: Path) -> None:
