@@ -43,7 +43,7 @@ class Device:
         self.source: Iterable[Tensor] = ()
         self.on_step: Any = None
 
-    def feed(self, source: Iterable[Tensor]) -> None:
+    def feed(self, source: Iterable[Tensor], is_cut_short: Any) -> None:
         self.source = source
 
     def cancel(self) -> None:

@@ -226,7 +226,8 @@ def goodput(bench: _Bench, num_rounds: int, round_s: float, snapshot_steps: int,
     names = ("w1", "w2", "w3", "w4")
     num_steps = 40
     snapshots = f"\nsnapshot_every_steps = {snapshot_steps}" if snapshot_steps else ""
-    fleet = f"min_workers = 1\nheartbeat_s = {heartbeat_s}\nreconnect_s = {max(30.0, round_s)}{snapshots}"
+    waits = f"heartbeat_s = {heartbeat_s}\nreconnect_s = {max(30.0, round_s)}"
+    fleet = f'min_workers = 1\n{waits}\nbalance = "time"{snapshots}'
     chance = random.Random(seed)
     with bench.running(*names, strategy=_paced(num_steps, round_s / num_steps), fleet=fleet) as run:
         run.wait_round(*names, more=2, timeout_s=20 * round_s)

@@ -258,7 +258,7 @@ class Coordinator:
             return await self._commit(state, proposed)
 
     async def _commit(self, state: State, proposed: State) -> State:
-        accepted = self.fleet.accepted()
+        accepted, cut_short = self.fleet.accepted(), self.fleet.cut_short()
         figures = await self._figures(state, proposed)
         self._watch.judge(figures)
         proposed = replace(proposed, seconds=state.seconds + self.clock.now() - self._begun_at)
@@ -275,9 +275,11 @@ class Coordinator:
         self._given.committed(accepted)
         names = sorted({r.worker for r in accepted})
         seconds = self.clock.now() - self._begun_at
+        left = "".join(f"  {worker} cut short by {steps} steps" for worker, steps in sorted(cut_short.items()))
         self.tell(
-            "round", f"round {proposed.round}  loss {proposed.loss:.4f}  {', '.join(names)}  {seconds:.1f} s",
+            "round", f"round {proposed.round}  loss {proposed.loss:.4f}  {', '.join(names)}  {seconds:.1f} s{left}",
             round=proposed.round, loss=proposed.loss, workers=names, tokens=proposed.tokens, seconds=seconds,
+            cut_short=cut_short,
         )  # fmt: skip
         await self.lanes.ledger.run(self._write_traffic)
         await self._collect(proposed)

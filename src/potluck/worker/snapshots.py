@@ -58,6 +58,7 @@ def task_name(lease: pb.Lease) -> str:
     named = pb.Lease()
     named.CopyFrom(lease)
     named.ClearField("deltas")  # only how inputs travel
+    named.ClearField("cut_short")  # which may come at any time
     return digest_bytes(named.SerializeToString(deterministic=True))
 
 

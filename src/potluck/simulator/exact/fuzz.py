@@ -65,6 +65,7 @@ class Case:
     links: tuple[Link, ...]  # of each worker
     seconds: tuple[float, ...]  # that each worker takes for four sequences
     faults: tuple[Fault, ...]
+    reconnect_s: float = 6.0
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -81,6 +82,7 @@ class Verdict:
     virtual_s: float = 0.0
     struck: tuple[Fault, ...] = ()
     num_points: int = 0
+    num_cut_short: int = 0  # tasks that ended early because they were late
     history: tuple[str, ...] = field(default=(), repr=False)
 
     @property
@@ -102,7 +104,7 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
     up, down = chance.choice(
         (("fp32", "fp32"), ("int8+ef", "fp32"), ("int8+ef", "bf16"), ("topk(6.25%)+ef", "int8-delta"), ("bf16", "bf16"))
     )
-    return Case(
+    case = Case(
         seed=seed,
         strategy=chance.choice(tuple(only)),
         num_rounds=chance.choice((2, 3, 4)),
@@ -125,6 +127,24 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
             kinds=kinds,
         ),
     )
+    return case if case.balance == "none" or case.strategy != "diloco" else _with_late_work(case, chance, kinds)
+
+
+def _with_late_work(case: Case, chance: random.Random, kinds: Sequence[Kind]) -> Case:
+    """Who is late is known from the third round on, and only work of several steps can end early: so more of both, and
+    faults that hold workers up there."""
+    holding_up: list[Kind] = [kind for kind in ("crash", "hang", "slow", "partition") if kind in kinds]
+    faults = tuple(
+        Fault(
+            machine=chance.choice(case.workers), kind=chance.choice(holding_up), point=chance.randrange(200, 1000),
+            lasts_s=round(10 ** chance.uniform(0.0, 1.5), 2),
+        )
+        for _ in range(3 if holding_up else 0)
+    )  # fmt: skip
+    return replace(
+        case, num_rounds=case.num_rounds + 2, num_inner_steps=3 * case.num_inner_steps, reconnect_s=30.0,
+        faults=(*case.faults, *faults),
+    )  # fmt: skip
 
 
 def play_seed(
@@ -150,6 +170,7 @@ class Fuzzed:
     num_seeds: int
     outcomes: dict[str, int]
     struck: dict[str, int]  # faults by kind and by where
+    num_cut_short: int
     virtual_s: float
     violated: tuple[Verdict, ...]
 
@@ -158,6 +179,7 @@ class Fuzzed:
             "seeds": self.num_seeds,
             "outcomes": self.outcomes,
             "faults": self.struck,
+            "cut_short": self.num_cut_short,
             "virtual_hours": round(self.virtual_s / 3600.0, 2),
             "violations": [{"seed": v.seed, "violation": v.detail} for v in self.violated],
         }
@@ -180,6 +202,7 @@ def fuzz(
         num_seeds=len(verdicts),
         outcomes=dict(sorted(Counter(v.outcome for v in verdicts).items())),
         struck=dict(sorted(kinds_struck(verdicts).items())),
+        num_cut_short=sum(v.num_cut_short for v in verdicts),
         virtual_s=sum(v.virtual_s for v in verdicts),
         violated=tuple(v for v in verdicts if not v.is_good),
     )
@@ -252,13 +275,15 @@ class _Play:
         await self._let_go()
         return Verdict(
             seed=case.seed, outcome=outcome, detail=detail, virtual_s=virtual_s, struck=tuple(self.chaos.struck),
-            num_points=sum(self.chaos.points.values()), history=tuple(self._history),
+            num_points=sum(self.chaos.points.values()), num_cut_short=self.witness.num_cut_short,
+            history=tuple(self._history),
         )  # fmt: skip
 
     def _problem(self) -> Problem:
         case = self.case
         fleet = FleetConfig(
             min_workers=case.min_workers,
+            reconnect_s=case.reconnect_s,
             no_progress_s=60.0,
             quarantine_s=30.0,
             max_discarded_rounds=20,

@@ -74,6 +74,10 @@ class CountingReplica:
     def mailbox(self) -> Mailbox:
         raise Refused("a session needs values, and this simulation has none; use a strategy without sessions")
 
+    @property
+    def is_cut_short(self) -> bool:
+        return False
+
     def batches(self) -> Iterator[Tensor]:
         size = self._spec.inner.batch_size
         for start in range(0, self._num_sequences, size):
@@ -299,8 +303,9 @@ class MetaTrainer(Trainer):
         self._compute.interrupt()
 
     def prepare(
-        self, lease: pb.Lease, source: Source, *, pinned: bool, begun_at: float | None = None, stop_after: int = 0
-    ) -> Any:
+        self, lease: pb.Lease, source: Source, *, pinned: bool, begun_at: float | None = None, stop_after: int = 0,
+        is_cut_short: Callable[[], bool] = lambda: False,
+    ) -> Any:  # fmt: skip
         self._begun()
 
     def keep(self, lease: pb.Lease, source: Source) -> None:
@@ -317,7 +322,7 @@ class MetaRunner(Runner):
 
     def _perform(
         self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any], begun_at: float,
-        stop_after: int = 0,
+        stop_after: int = 0, cut_after: int = 0,
     ) -> Result:  # fmt: skip
         with self.sources.open(lease) as source:
             self.trainer.prepare(lease, source, pinned=function.kind != "pure")
