@@ -22,6 +22,9 @@ class Matrix:
     name: str = ""  # "transformer.h.3.mlp.c_fc.weight", or that of an activation; "" for one that is used once
     is_weight: bool = False  # the same over all micro-batches of a step
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", self.values.detach())  # autograd has no part in what becomes of it
+
     @property
     def T(self) -> Matrix:
         """The same memory, rows as columns."""

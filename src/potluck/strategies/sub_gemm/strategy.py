@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,7 +27,7 @@ from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.sub_gemm.head import HeadConfig, HeadModel
 from potluck.strategies.sub_gemm.multiply import SpreadConfig, SpreadMultiplier
 from potluck.strategies.sub_gemm.tally import Tally
-from potluck.strategies.sub_gemm.tile import Wire, multiply
+from potluck.strategies.sub_gemm.tile import multiply
 from potluck.strategies.sync_sgd import SyncSGDState, clip_scale, step
 from potluck.strategies.task import Result, task
 from potluck.types.ids import WorkerId
@@ -39,7 +39,7 @@ timed_side, num_timings = 384, 3
 class SubGEMMConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    wire: Wire = Field(
+    wire: Literal["fp32", "bf16", "int8"] = Field(
         default="fp32", description="how factors travel: fp32 exactly, bf16, or int8 with a scale for each row"
     )
     head_computes: bool = Field(
