@@ -13,7 +13,7 @@ from torch import Tensor
 
 from potluck.planner.tiles.device import Head
 from potluck.strategies.bag import Piece
-from potluck.strategies.sub_gemm.assembly import Box
+from potluck.strategies.sub_gemm.assembly import Assembly, Box
 from potluck.strategies.sub_gemm.checks import check_tile
 from potluck.strategies.sub_gemm.pieces import Terms
 from potluck.strategies.sub_gemm.product import Matrix, Product
@@ -362,6 +362,42 @@ def test_a_late_reply_for_a_tile_that_was_cut_anew_counts_if_it_is_first() -> No
     bag.take(devices[0].id, late, answer(late), 5.1)
     assert bag.is_done and not bag.is_wanted(parts[1][1])
     assert torch.equal(bag.result(), product_of(product))
+
+
+def test_a_late_reply_may_come_while_the_last_part_is_put_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, devices = whole_numbers(64, 64, 192), fleet(1e6, 1e6, 1e6)
+    bag = bag_of(product, devices)
+    here = tuple(d.info for d in devices)
+    sent = dict(bag.issue(here, 0.0))
+    late = sent.pop(devices[0].id)
+    for id, piece in sent.items():
+        bag.take(id, piece, answer(piece), 0.6)
+    parts = bag.issue(here, bag.look_at())
+    put = Assembly.put
+
+    def put_and_meet_another_thread(assembly: Assembly, box: Box, values: Tensor) -> None:
+        put(assembly, box, values)
+        if assembly.is_complete and assembly.whole != Box(0, 64, 0, 192, 0, 64):
+            bag.take(devices[0].id, late, answer(late), 5.0)
+
+    monkeypatch.setattr(Assembly, "put", put_and_meet_another_thread)
+    for part in parts:
+        bag.take(*part, answer(part[1]), 5.0)
+    assert bag.is_done and torch.equal(bag.result(), product_of(product))
+
+
+def test_it_is_not_done_before_the_last_tile_is_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, devices, put = whole_numbers(8, 8, 8), fleet(1e6), Assembly.put
+    bag = bag_of(product, devices)
+    were_done: list[bool] = []
+
+    def put_and_look(assembly: Assembly, box: Box, values: Tensor) -> None:
+        were_done.append(bag.is_done)
+        put(assembly, box, values)
+
+    monkeypatch.setattr(Assembly, "put", put_and_look)
+    play(bag, devices)
+    assert were_done == [False] and bag.is_done
 
 
 def test_replies_may_be_taken_in_many_threads() -> None:
