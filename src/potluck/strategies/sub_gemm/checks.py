@@ -141,7 +141,8 @@ class _Tile:
             error, limit = (float(x.view(-1)[worst]) / max(self.rms, 1e-300) for x in (errors, limits))
             raise InvalidUpdate(
                 f"a tile is not the product of its factors: an element is off by {error:.3g} of the tile's root mean "
-                f"square and {limit:.3g} is the most that rounding explains; that worker computes wrong"
+                f"square and {limit:.3g} is the most that rounding explains; that machine is faulty, or rounds as "
+                "TF32 does"
             )
 
 

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from potluck.types.errors import InvalidUpdate
-
-Wire = Literal["fp32", "bf16", "int8"]
 
 REPLY_TYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
 """The types that factors travel in, and what a product of such factors comes back as."""
