@@ -151,6 +151,8 @@ class _Tile:
 
 def _largest(values: Tensor) -> float:
     """The largest magnitude; NaN if there is one."""
+    if values.stride(0) < values.stride(1):
+        values = values.T  # torch would copy it, slowly
     low, high = (float(x) for x in torch.aminmax(values))
     return max(-low, high) if not (math.isnan(low) or math.isnan(high)) else math.nan
 
