@@ -38,7 +38,7 @@ most_columns = 1024
 least_seen = 0.19
 """What an error at the limit adds to s, of its square: less than the 0.2 that one vector of 20 adds for +d, -d."""
 fp32_unit = 2.0**-24
-least_normal = 2.0**-126
+least_normal, largest_fp32 = 2.0**-126, torch.finfo(torch.float32).max
 unscaled = 20  # powers of two around 1 in which sums of squares neither overflow nor vanish
 first_rows, other_rows, inner_span = 16, 256, 1024  # multiplied again at a time
 
@@ -53,7 +53,8 @@ _replies = {torch.float32: _Reply(0.0, 1e-3), torch.bfloat16: _Reply(2.0**-8, 0.
 
 
 def check_tile(a: Tensor, b: Tensor, c: Tensor, *, wire: str, generator: torch.Generator) -> None:
-    """InvalidUpdate, with what was found and the limit, if `c` is not a b. NotFinite if the factors are not finite.
+    """InvalidUpdate, with what was found and the limit, if `c` is not a b. NotFinite if that is no wonder: factors
+    that are not finite, or too large.
 
     a [m, n] and b [n, q], fp32 or bf16 of any strides, as the device got them; c [m, q] as it came back: fp32 where
     `wire` is "fp32", else bf16. `generator`, on the CPU, must not be known to devices.
@@ -78,6 +79,8 @@ class _Tile:
         n = a.shape[1]
         flushed = least_normal * n * (largest_a + largest_b + 1)  # what a device loses that has no denormal numbers
         most = 1.01 * n * largest_a * largest_b + flushed
+        if not math.isfinite(largest_c) and most > largest_fp32:
+            raise NotFinite("a product's factors are so large that it may overflow; lower strategy.inner.lr")
         if not largest_c <= most:  # also NaN
             raise InvalidUpdate(
                 f"a tile holds {largest_c:.4g} and its factors allow no more than {most:.4g}; that worker's result "
@@ -141,12 +144,15 @@ class _Tile:
             error, limit = (float(x.view(-1)[worst]) / max(self.rms, 1e-300) for x in (errors, limits))
             raise InvalidUpdate(
                 f"a tile is not the product of its factors: an element is off by {error:.3g} of the tile's root mean "
-                f"square and {limit:.3g} is the most that rounding explains; that worker computes wrong"
+                f"square and {limit:.3g} is the most that rounding explains; that machine is faulty, or rounds as "
+                "TF32 does"
             )
 
 
 def _largest(values: Tensor) -> float:
     """The largest magnitude; NaN if there is one."""
+    if values.stride(0) < values.stride(1):
+        values = values.T  # torch would copy it, slowly
     low, high = (float(x) for x in torch.aminmax(values))
     return max(-low, high) if not (math.isnan(low) or math.isnan(high)) else math.nan
 
