@@ -15,6 +15,7 @@ from potluck.planner.tiles.device import Head
 from potluck.strategies.bag import Piece
 from potluck.strategies.sub_gemm.assembly import Assembly, Box
 from potluck.strategies.sub_gemm.checks import check_tile
+from potluck.strategies.sub_gemm.holdings import Holdings
 from potluck.strategies.sub_gemm.pieces import Terms
 from potluck.strategies.sub_gemm.product import Matrix, Product
 from potluck.strategies.sub_gemm.tile_bag import TileBag
@@ -315,6 +316,16 @@ def test_a_late_device_is_given_nothing_until_it_answers() -> None:
     tile_bytes = 4 * (2 * 11 + 32) * 64  # two strips of 32 columns, which they share
     assert bag.tally.down_bytes[devices[1].id] <= tile_bytes
     assert torch.equal(bag.result(), product_of(product))
+
+
+def test_who_is_gone_holds_nothing_when_it_comes_back() -> None:
+    product, devices, holdings = whole_numbers(16, 16, 16), fleet(1e6, 1e6), Holdings()
+    bag = TileBag(product, strips(product, devices), terms=terms(), times=TileTimes(), holdings=holdings)
+    here = tuple(d.info for d in devices)
+    bag.issue(here, 0.0)
+    assert holdings.holds(devices[0].id, "x[0:16,0:16]") and holdings.holds(devices[1].id, "x[0:16,0:16]")
+    bag.issue(here[1:], 0.1)
+    assert not holdings.holds(devices[0].id, "x[0:16,0:16]") and holdings.holds(devices[1].id, "x[0:16,0:16]")
 
 
 def test_late_devices_are_better_than_nobody() -> None:
