@@ -21,10 +21,10 @@ from potluck.types.errors import InvalidUpdate
 
 FACTORS = (
     "normal", "features", "tokens", "both", "columns", "positive", "cancelling", "vanishing", "sparse", "zeros",
-    "constant", "tiny", "denormal", "huge",
+    "constant", "faint", "tiny", "denormal", "huge",
 )  # fmt: skip
-UNKNOWABLE = ("vanishing", "denormal")
-"""Honest sums of these, or of devices without denormal numbers, differ by as much as the lies do."""
+UNKNOWABLE = ("vanishing", "constant", "denormal")
+"""Honest sums of these, or of devices without denormal numbers, may differ by as much as the lies do."""
 ORDERS = ("task", "numpy", "fp64", "reversed", "chunks", "sequence")
 LIES = ("element", "pair", "low_rank", "whole")
 WIRES = tuple(REPLY_TYPES)
@@ -128,6 +128,8 @@ def draw_factors(kind: str, m: int, n: int, q: int, generator: torch.Generator) 
         b *= _uniform(generator) < 0.5
     if kind == "constant":
         a, b = a[:, :1].expand(m, n), b[:1].expand(n, q)
+    if kind == "faint":
+        a[_some(m, generator)] *= 1e-30
     scales = {"tiny": (1e-15, 1e-12), "denormal": (1e-39, 1.0), "huge": (1e17, 1e14)}.get(kind, (1.0, 1.0))
     return a * scales[0], b * scales[1]
 

@@ -11,9 +11,10 @@ An error of the size that must be found, `least_error` rms(C), shows as s_i >= 0
 (+d, -d in one row are seen by half of the vectors). Rows that do not pass, and rows so much larger than the others
 that the bound hides such an error, are multiplied again in fp64 and compared by element:
 
-    |c - ab| <= w |ab| + u (1.2 sqrt(n) + 4) sqrt(sum_k a_k^2 b_k^2) + min(u n / 2 |ab|, least_error / 4 rms(C))
+    |c - ab| <= w |ab| + u (2 sqrt(n) + 4) (sqrt(t) + |ab|) + u n / 2 |ab| (|ab|^2 / n t)^4      t = sum_k a_k^2 b_k^2
 
-whose terms are the reply's rounding, sums rounded at random, and sums of equal terms, where all rounding goes one way.
+whose terms are the reply's rounding, sums rounded at random, and sums of equal terms, where all rounding goes one way:
+|ab|^2 = n t for those, and much less for others.
 No more than 1 / r^2 of the rows are r times larger than the rest, so an honest tile seldom costs more than the vectors.
 The operands are those that the device got: after rounding to the wire's type.
 
@@ -39,6 +40,7 @@ least_seen = 0.19
 """What an error at the limit adds to s, of its square: less than the 0.2 that one vector of 20 adds for +d, -d."""
 fp32_unit = 2.0**-24
 least_normal, largest_fp32 = 2.0**-126, torch.finfo(torch.float32).max
+least_square = 1e-290
 unscaled = 20  # powers of two around 1 in which sums of squares neither overflow nor vanish
 first_rows, other_rows, inner_span = 16, 256, 1024  # multiplied again at a time
 
@@ -125,18 +127,18 @@ class _Tile:
     def _compare(self, rows: Tensor) -> None:
         """Every element of these rows with its value in fp64."""
         taken = rows.to(self.c.device)
-        shape = (len(rows), self.c.shape[1])
-        exact = torch.zeros(shape, dtype=torch.float64, device=self.c.device)
-        squares = torch.zeros(shape, device=self.c.device)
+        exact = torch.zeros(len(rows), self.c.shape[1], dtype=torch.float64, device=self.c.device)
+        squares = torch.zeros_like(exact)
         for start in range(0, self.n, inner_span):
             span = slice(start, start + inner_span)
-            a, b = self.a[taken, span], self.b[span]
-            exact.addmm_(a.double(), b.double())
-            squares.addmm_(a.square(), b.square())
+            a, b = self.a[taken, span].double(), self.b[span].double()
+            exact.addmm_(a, b)
+            squares.addmm_(a.square_(), b.square_())
         sizes = exact.abs()
         limits = self.reply.unit * (1 + 2 * self.reply.unit) * sizes + self.floor
-        limits += fp32_unit * (1.2 * math.sqrt(self.n) + 4) * squares.double().sqrt()
-        limits += (fp32_unit * self.n / 2 * sizes).clamp_(max=self.reply.least_error / 4 * self.rms)
+        limits += fp32_unit * (2 * math.sqrt(self.n) + 4) * squares.sqrt().add_(sizes)
+        sameness = sizes.square().div_(squares.mul_(self.n).clamp_(min=least_square)).clamp_(max=1)
+        limits += fp32_unit * self.n / 2 * sizes * sameness.pow_(4)
         errors = self.c[taken].double().sub_(exact).abs_()
         over = errors - limits
         worst = int(over.argmax())
