@@ -250,7 +250,13 @@ class Spreader:
             _pack, {k: o.values for k, o in piece.operands.items() if k not in kept}, piece.wire
         )
         request = PieceRequest(
-            id=flight.id, task=piece.task, arguments=piece.arguments, operands=names, kept=kept, bundle=bundle
+            id=flight.id,
+            task=piece.task,
+            arguments=piece.arguments,
+            operands=names,
+            kept=kept,
+            bundle=bundle,
+            memory_bytes=piece.memory_bytes,
         )
         for frame in piece_frames(request):
             await send(frame)
