@@ -277,13 +277,14 @@ class Coordinator:
         self._watch.commit(figures)
         self._num_discarded = 0
         self._given.committed(accepted)
+        reported = dict(self.fleet.figures)
         names = sorted({r.worker for r in accepted})
         seconds = self.clock.now() - self._begun_at
         left = "".join(f"  {worker} cut short by {steps} steps" for worker, steps in sorted(cut_short.items()))
         self.tell(
             "round", f"round {proposed.round}  loss {proposed.loss:.4f}  {', '.join(names)}  {seconds:.1f} s{left}",
             round=proposed.round, loss=proposed.loss, workers=names, tokens=proposed.tokens, seconds=seconds,
-            cut_short=cut_short,
+            cut_short=cut_short, figures=reported,
         )  # fmt: skip
         await self.lanes.ledger.run(self._write_traffic)
         await self._collect(proposed)
