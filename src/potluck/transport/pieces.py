@@ -1,7 +1,7 @@
 """Pieces of work on the Data stream: requests down, replies up, as frames of `protocol/frames.py`.
 
     request    {"piece": 7, "offset": 0, "total": N, "task": …, "arguments": {…}, "kept": ["b"], "memory": M,
-                "operands": {"a": "", "b": "w/0:64@3"}}   the tensors of all operands but the kept ones, one packed bundle
+                "operands": {"a": "", "b": "w/0:64@3"}}   tensors: all operands but the kept ones, packed
     reply      {"piece": 7, "offset": 0, "total": N, "seconds": 0.02, "down": [n, s]}  the result's tensors
                {"piece": 7, "offset": 0, "total": 0, "missing": ["b"]}                 a shard that is not kept any more
                {"piece": 7, "offset": 0, "total": 0, "error": …, "declined": false}    declined: by the owner's terms
