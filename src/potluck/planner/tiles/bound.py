@@ -1,0 +1,131 @@
+"""How fast a fleet could be if rectangles fitted together without waste, and which of its devices are worth using.
+
+    area_i(T) = min((L_i / 2)^2, UL_i T' / b, T' / (2 n s_per_flop_i))       L_i = DL_i T' / (n b),  T' = T - fixed_i
+    bound     = the least T with sum_i area_i(T) >= m q
+
+with sides of at most m and q: where L_i / 2 exceeds the shorter side, it is that side times the rest. It bounds any
+plan without inner split and kept weights, whatever overlaps, and however much memory there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from potluck.planner.tiles.device import Floats, Head, Ints, Rates
+from potluck.planner.tiles.plane import Demand, Plane
+from potluck.planner.tiles.product import Product
+
+_num_bisections = 60
+_num_widths = 24
+_precision = 1e-4
+_longest_s = 1e12
+
+
+def largest_areas(product: Product, rates: Rates, seconds: float) -> Floats:
+    """area_i(T) of the module's docstring, in elements of C."""
+    left_s = np.maximum(seconds - rates.fixed_s, 0.0)
+    short, long = sorted((product.m, product.q))
+    sides = left_s * rates.down / (product.n * product.down_bytes)
+    area = np.where(sides / 2 <= short, (sides / 2) ** 2, short * np.minimum(sides - short, long))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        work = left_s / (2.0 * product.n * rates.s_per_flop)
+    return np.fmin(np.minimum(area, left_s * rates.up / product.up_bytes), work)
+
+
+def lower_bound_s(product: Product, rates: Rates, *, most_devices: int | None = None) -> float:
+    """The bound of the module's docstring; with `most_devices`, on plans that use no more of them."""
+    total = float(product.m * product.q)
+    most = min(most_devices or len(rates), len(rates))
+
+    def suffices(seconds: float) -> bool:
+        areas = largest_areas(product, rates, seconds)
+        if most < len(areas):
+            areas = np.partition(areas, len(areas) - most)[-most:]
+        return bool(areas.sum() >= total)
+
+    high = 1.0
+    while not suffices(high):
+        high *= 2.0
+    low = 0.0 if high == 1.0 else high / 2
+    for _ in range(_num_bisections):
+        middle = (low + high) / 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+        if high - low <= 1e-9 * high:
+            break
+    return high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The devices to plan with, the strongest first, and about when they could be done."""
+
+    chosen: Ints
+    seconds: float
+
+
+def select(demand: Demand, head: Head, *, num_copies: int = 1, least_side: int = 1) -> Selection | None:
+    """The least T in which the strongest devices cover the plane `num_copies` times; None where none ever do.
+
+    Counts what the strongest alone need, since every further device costs the coordinator's link and the head's checks
+    more: bytes go with the sum of the sides, which is least where few large rectangles cover the plane. And devices
+    end with the one that would make the mean side of a tile less than `least_side`.
+    """
+    widths = np.geomspace(1.0, demand.plane.cols, _num_widths)[:, np.newaxis]
+    total = float(num_copies * demand.plane.rows * demand.plane.cols)
+
+    def attempt(seconds: float) -> Ints | None:
+        heights = demand.heights(widths, seconds)
+        areas = heights * widths
+        best = areas.argmax(axis=0)
+        every = np.arange(len(demand))
+        cols, rows, areas = widths[best, 0], heights[best, every], areas[best, every]
+        order = np.argsort(-areas, kind="stable")
+        reached = np.cumsum(areas[order])
+        count = int(np.searchsorted(reached, total * (1 - 1e-9))) + 1
+        if count > len(order):
+            return None
+        chosen = order[:count]
+        if np.sqrt(areas[chosen]).mean() < min(least_side, demand.plane.rows, demand.plane.cols):
+            return None
+        return chosen if shared_s(demand.plane, head, rows[chosen], cols[chosen]).most_s <= seconds else None
+
+    high = 1.0
+    while (found := attempt(high)) is None:
+        high *= 4.0
+        if high > _longest_s:
+            return None
+    low = 0.0
+    while high - low > _precision * high:
+        middle = (low + high) / 2 if low else high / 4
+        tried = attempt(middle)
+        if tried is None:
+            low = middle
+        else:
+            high, found = middle, tried
+    return Selection(chosen=found, seconds=high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedTimes:
+    """What the coordinator's link and the head's checks and sums take for a plan."""
+
+    egress_s: float
+    ingress_s: float
+    head_s: float
+
+    @property
+    def most_s(self) -> float:
+        return max(self.egress_s, self.ingress_s, self.head_s)
+
+
+def shared_s(plane: Plane, head: Head, rows: Floats, cols: Floats, *, added_elements: float = 0.0) -> SharedTimes:
+    """Of rectangles `rows` x `cols`, whose results have `added_elements` that are added to others."""
+    check_flops = plane.check_side * (rows + cols).sum() + plane.check_area * (rows * cols).sum()
+    return SharedTimes(
+        egress_s=float(plane.down_bytes(rows, cols).sum()) / head.egress_bytes_per_s,
+        ingress_s=float(plane.up_bytes(rows, cols).sum()) / head.ingress_bytes_per_s,
+        head_s=float(head.num_check_vectors * head.check_s_per_flop * check_flops)
+        + head.add_s_per_element * added_elements,
+    )

@@ -1,0 +1,132 @@
+"""What a rectangle of a plane costs a device, and how high one of a given width may be in a given time.
+
+Every way of handing out a product, or a whole layer, cuts a plane [rows, cols] into rectangles, one a device. One of
+h rows and w columns takes
+
+    d = (h down_row + w down_col + h w down_area) / rate        seconds of download, u of upload likewise
+    c = h w flops_area s_per_flop                               of work
+    t = fixed + a (d + u + c) + (1 - a) max(d, u, c)            a = 1 / tiles of a device, 0 for full overlap
+
+which for a given w is the largest of three lines in h, so the highest rectangle in time T is the least of three
+quotients. C[m, q] = A[m, n] B[n, q] has down_row = down_col = n b and up_area = b.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from potluck.planner.tiles.device import Floats, Rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plane:
+    """Bytes for each row, column and cell of a rectangle: on the wire, and held in a device's memory."""
+
+    rows: int
+    cols: int
+    down_row: float
+    down_col: float
+    down_area: float = 0.0
+    up_row: float = 0.0
+    up_col: float = 0.0
+    up_area: float = 0.0
+    flops_area: float
+    held_row: float = 0.0
+    held_col: float = 0.0
+    held_area: float = 0.0
+    kept_row: float = 0.0  # kept for later micro-batches
+    kept_col: float = 0.0
+    check_side: float = 0.0  # FLOPs of Freivalds' check for each random vector, and row or column of a tile
+    check_area: float = 0.0
+
+    def transposed(self) -> Plane:
+        return Plane(
+            rows=self.cols, cols=self.rows,
+            down_row=self.down_col, down_col=self.down_row, down_area=self.down_area,
+            up_row=self.up_col, up_col=self.up_row, up_area=self.up_area, flops_area=self.flops_area,
+            held_row=self.held_col, held_col=self.held_row, held_area=self.held_area,
+            kept_row=self.kept_col, kept_col=self.kept_row,
+            check_side=self.check_side, check_area=self.check_area,
+        )  # fmt: skip
+
+    def down_bytes(self, rows: Floats, cols: Floats) -> Floats:
+        return self.down_row * rows + self.down_col * cols + self.down_area * rows * cols
+
+    def up_bytes(self, rows: Floats, cols: Floats) -> Floats:
+        return self.up_row * rows + self.up_col * cols + self.up_area * rows * cols
+
+
+class Demand:
+    """A plane before a fleet. `serial` is the share a of the module's docstring."""
+
+    def __init__(self, plane: Plane, rates: Rates, *, serial: float) -> None:
+        self.plane = plane
+        self.rates = rates
+        self.serial = serial
+        self._s_per_down = 1.0 / rates.down
+        self._s_per_up = 1.0 / rates.up
+        keeps = plane.kept_row + plane.kept_col > 0
+        self.kept_bytes = rates.memory / 2 if keeps else np.zeros(len(rates))
+        self.panel_bytes = (rates.memory - self.kept_bytes) / 2
+        self.window_bytes = self.panel_bytes / rates.num_in_flight
+        """For one tile's own operands and result; the operand that all tiles of a device share is the panel."""
+
+    def __len__(self) -> int:
+        return len(self.rates)
+
+    def take(self, chosen: slice | np.ndarray) -> Demand:
+        return Demand(self.plane, self.rates.take(np.arange(len(self))[chosen]), serial=self.serial)
+
+    def transposed(self) -> Demand:
+        return Demand(self.plane.transposed(), self.rates, serial=self.serial)
+
+    def parts_s(self, rows: Floats, cols: Floats) -> tuple[Floats, Floats, Floats]:
+        """Seconds of download, work and upload of a rectangle for each device."""
+        down_s = self.plane.down_bytes(rows, cols) * self._s_per_down
+        up_s = self.plane.up_bytes(rows, cols) * self._s_per_up
+        return down_s, self.plane.flops_area * rows * cols * self.rates.s_per_flop, up_s
+
+    def seconds(self, rows: Floats, cols: Floats) -> Floats:
+        """t of the module's docstring for each device; 0 where its rectangle is empty."""
+        down_s, compute_s, up_s = self.parts_s(rows, cols)
+        most = np.maximum(np.maximum(down_s, compute_s), up_s)
+        total = self.rates.fixed_s + most + self.serial * (down_s + compute_s + up_s - most)
+        return np.where(rows * cols > 0, total, 0.0)
+
+    def heights(self, widths: Floats | float, seconds: float) -> Floats:
+        """Rows of the highest rectangle of so many columns within `seconds`; at most the plane's rows. [..., devices]"""
+        plane, a, b = self.plane, self.serial, 1.0 - self.serial
+        left_s = seconds - self.rates.fixed_s
+        down_0, down_1 = plane.down_col * widths * self._s_per_down, (plane.down_row + plane.down_area * widths) * self._s_per_down
+        up_1 = (plane.up_row + plane.up_area * widths) * self._s_per_up
+        work_1 = plane.flops_area * widths * self.rates.s_per_flop
+        up_0 = plane.up_col * widths * self._s_per_up if plane.up_col else 0.0
+        if a:
+            all_0, all_1 = a * (down_0 + up_0), a * (down_1 + up_1 + work_1)
+        else:
+            all_0 = all_1 = 0.0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = np.fmin(
+                (left_s - all_0 - b * down_0) / (all_1 + b * down_1), (left_s - all_0 - b * up_0) / (all_1 + b * up_1)
+            )
+            found = np.fmin(found, (left_s - all_0) / (all_1 + b * work_1))
+            found = np.minimum(found, self._most_rows(widths))
+        return np.clip(np.nan_to_num(found, nan=0.0), 0.0, plane.rows)
+
+    def _most_rows(self, widths: Floats | float) -> Floats:
+        """What memory leaves: the smaller operand is held whole, of the other one strip for each tile in flight."""
+        plane = self.plane
+        keep_rows = np.minimum(
+            self.panel_bytes / plane.held_row, (self.window_bytes - plane.held_col) / plane.held_area
+        )
+        fits_cols = (plane.held_col * widths <= self.panel_bytes) & (
+            plane.held_row + plane.held_area * widths <= self.window_bytes
+        )
+        most = np.where(fits_cols, np.inf, keep_rows)
+        if plane.kept_row:
+            most = np.minimum(most, self.kept_bytes / plane.kept_row)
+        if plane.kept_col:
+            most = np.where(plane.kept_col * widths <= self.kept_bytes, most, 0.0)
+        return most

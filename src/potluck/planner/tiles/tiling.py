@@ -1,0 +1,74 @@
+"""From a plane and a fleet to rectangles in whole numbers that tile it, no gap and no overlap.
+
+A few devices are placed by slicing (slices.py), many by strips (strips.py) in both directions and two orders of the
+devices. What counts is the time of the slowest rectangle.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from potluck.planner.tiles.device import Floats, Ints
+from potluck.planner.tiles.plane import Demand
+from potluck.planner.tiles.slices import sliced
+from potluck.planner.tiles.strips import Strips, best_strips, whole_rectangles
+
+most_sliced = 32
+"""Devices that are placed by slicing: it takes the cube of their number."""
+_num_rounds = 3
+
+
+def tile_plane(demand: Demand, start_s: float) -> Ints | None:
+    """Rectangles (device, row0, row1, col0, col1), [num_tiles, 5], of which each device has one at most.
+
+    `start_s` is about the time that the areas of all devices together would take. None where no tiling was found,
+    because memory or the whole numbers of a small plane leave none.
+    """
+    found = [stripped(demand, start_s)]
+    if len(demand) <= most_sliced:
+        found.append(sliced(demand, start_s))
+    tilings = [tiling for tiling in found if tiling is not None]
+    return min(tilings, key=lambda tiling: slowest_s(demand, tiling), default=None)
+
+
+def stripped(demand: Demand, start_s: float) -> Ints | None:
+    """By strips along the rows or the columns, whichever covers more in the same time."""
+    orders = _orders(demand, start_s)
+    directions = (demand, demand.transposed())
+    seconds = start_s * 1.004
+    tried: list[tuple[float, bool, Strips]] = []
+    for is_turned, direction in enumerate(directions):
+        for order in orders:
+            strips, covered = best_strips(direction, order, seconds)
+            tried.append((covered / direction.plane.cols, bool(is_turned), strips))
+    covered, is_turned, strips = max(tried, key=lambda t: t[0])
+    direction = directions[is_turned]
+    for _ in range(_num_rounds):
+        if 1.0 <= covered <= 1.004:
+            break
+        seconds *= max(covered, 0.25) ** -0.75
+        strips, columns = best_strips(direction, strips.order, seconds)
+        covered = columns / direction.plane.cols
+    if not len(strips.starts):
+        return None
+    tiles = whole_rectangles(direction, strips, seconds * min(1.0, max(covered, 0.5)) ** -0.5 * 0.99)
+    return tiles[:, [0, 3, 4, 1, 2]] if is_turned and tiles is not None else tiles
+
+
+def slowest_s(demand: Demand, tiles: Ints) -> float:
+    """Seconds of the slowest rectangle."""
+    return float(tile_seconds(demand, tiles).max())
+
+
+def tile_seconds(demand: Demand, tiles: Ints) -> Floats:
+    """Seconds of each rectangle. [num_tiles]"""
+    rows, cols = (tiles[:, 2] - tiles[:, 1]).astype(np.float64), (tiles[:, 4] - tiles[:, 3]).astype(np.float64)
+    return demand.take(tiles[:, 0]).seconds(rows, cols)
+
+
+def _orders(demand: Demand, seconds: float) -> list[Ints]:
+    """Devices from the strongest on: by the sides that their downlinks allow, and by the areas of their best shapes."""
+    sides = demand.rates.down * np.maximum(seconds - demand.rates.fixed_s, 0.0)
+    widths = np.geomspace(1.0, demand.plane.cols, 24)[:, np.newaxis]
+    areas = (widths * demand.heights(widths, seconds)).max(axis=0)
+    return [np.argsort(-sides, kind="stable"), np.argsort(-areas, kind="stable")]
