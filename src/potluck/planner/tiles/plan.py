@@ -20,7 +20,7 @@ from potluck.planner.tiles.device import TileDevice
 from potluck.planner.tiles.product import Options, Product
 from potluck.types.ids import WorkerId
 
-Method = Literal["native", "plain", "inner_split", "kept_weights"]
+Method = Literal["native", "plain", "inner_split", "kept_weights", "inner_split+kept_weights"]
 Binding = Literal["down", "up", "compute"]
 Shared = Literal["devices", "egress", "ingress", "head"]
 
@@ -56,26 +56,35 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Tiles in the order in which they are handed out, those of one device one after the other.
+    """Tiles in the order in which they are handed out: the first of each device, then the second of each.
 
     `first_s` is the time of the first micro-batch of an optimizer step, `later_s` that of each later one, in which
-    devices hold their columns of the weight already; equal where nothing is kept. Both are inf of no use for `native`:
-    there the head's own time stands, and there is no tile.
+    devices hold their parts of B already; equal where no weight is kept. A `native` plan has no tiles: the head does
+    the product in that time (inf where it cannot tell).
     """
 
     product: Product
-    method: Method
     options: Options
     devices: tuple[TileDevice, ...]  # those that were planned with, used or not
     tiles: tuple[Tile, ...]
-    loads: Mapping[WorkerId, Load]  # of each device with a tile
+    loads: Mapping[WorkerId, Load]  # of each device with a tile, in the first micro-batch
+    num_inner_parts: int
+    keeps_weights: bool
     first_s: float
     later_s: float
-    lower_bound_s: float  # on any plan without inner split and kept weights, full overlap, no shared link
+    lower_bound_s: float  # on plain plans with full overlap and nothing shared: see bound.py
     egress_s: float
     ingress_s: float
-    head_s: float
+    head_s: float  # checks and sums
     reason: str  # why this and not another
+
+    @property
+    def method(self) -> Method:
+        if not self.tiles:
+            return "native"
+        if self.num_inner_parts > 1:
+            return "inner_split+kept_weights" if self.keeps_weights else "inner_split"
+        return "kept_weights" if self.keeps_weights else "plain"
 
     @property
     def step_s(self) -> float:

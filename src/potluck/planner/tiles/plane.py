@@ -68,8 +68,8 @@ class Demand:
         self._s_per_down = 1.0 / rates.down
         self._s_per_up = 1.0 / rates.up
         keeps = plane.kept_row + plane.kept_col > 0
-        self.kept_bytes = rates.memory / 2 if keeps else np.zeros(len(rates))
-        self.panel_bytes = (rates.memory - self.kept_bytes) / 2
+        self.kept_bytes = rates.memory / 2
+        self.panel_bytes = rates.memory / (4 if keeps else 2)
         self.window_bytes = self.panel_bytes / rates.num_in_flight
         """For one tile's own operands and result; the operand that all tiles of a device share is the panel."""
 

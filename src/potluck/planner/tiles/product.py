@@ -29,12 +29,14 @@ class Product:
     kind: Pass = "forward"
     down_bytes: float = 4.0  # on the wire, for each element of A and B
     up_bytes: float = 4.0  # and of C
+    held_bytes: float = 4.0  # in a device's memory, for each element of all three
 
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.q) < 1:
             raise ValueError(f"a product has sides of 1 or more, and this is {self.m} x {self.n} x {self.q}")
-        if not (0 < self.down_bytes <= 16 and 0 < self.up_bytes <= 16):
-            raise ValueError(f"elements take {self.down_bytes} and {self.up_bytes} bytes; above 0 and up to 16 are")
+        if not all(0 < size <= 16 for size in (self.down_bytes, self.up_bytes, self.held_bytes)):
+            sizes = f"{self.down_bytes}, {self.up_bytes} and {self.held_bytes}"
+            raise ValueError(f"elements of {sizes} bytes cannot be planned with; above 0 and up to 16 can")
 
     @property
     def flops(self) -> float:
@@ -60,7 +62,7 @@ class Options:
     least_side: int = 64
     """Of a tile, on average: no more devices are used than that leaves room for."""
     least_gain: float = 0.05
-    """Devices that shorten a product by less than this share are left idle, and so is an alternative."""
+    """An alternative to the plain plan that saves less than this share of its time is not taken."""
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1 or self.num_kept_products < 1 or self.num_tiles < 0 or self.least_side < 1:

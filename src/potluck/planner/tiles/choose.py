@@ -1,0 +1,243 @@
+"""The cheapest way to do a matrix product with a fleet: alternatives are estimated, the best laid out, and one picked.
+
+    plain           every device one rectangle of C, all of n
+    inner split     n in J parts, each part's m x q tiled by devices of its own; the head adds J partial sums
+    kept weights    devices keep their columns of B over the micro-batches of an optimizer step
+    native          the head alone
+
+For a tile of side s and depth k of the inner split, s^3 = 2 (m n q / N) UL / DL balances both directions of the link;
+here J is found by trying. A plan with kept weights is laid out for the mean of its micro-batches, so that its columns
+are wider, and priced by the first and the later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from potluck.planner.tiles.bound import lower_bound_s, select
+from potluck.planner.tiles.device import Head, Ints, Rates, TileDevice, rates_of
+from potluck.planner.tiles.plan import Plan
+from potluck.planner.tiles.plane import Demand, Plane
+from potluck.planner.tiles.pricing import Part, loads_of, price, tiles_of
+from potluck.planner.tiles.product import Options, Product
+from potluck.planner.tiles.tiling import slowest_s, tile_plane
+from potluck.planner.tiles.verify import verify
+
+_most_inner_parts = 512
+_least_inner = 64
+"""Columns of A below which the inner dimension is not split further."""
+_worth_a_look = 1.2
+"""Alternatives whose estimate is within this factor of the best are laid out and priced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """An alternative, its estimate for a micro-batch, and the devices that it would use."""
+
+    num_inner_parts: int
+    keeps_weights: bool
+    seconds: float
+    chosen: Ints
+
+
+def cheapest(
+    product: Product, devices: Sequence[TileDevice], head: Head | None = None, options: Options | None = None
+) -> Plan:
+    """The plan with the shortest optimizer step. ValueError for devices whose numbers are none."""
+    head, options = head or Head(), options or Options()
+    if not devices:
+        return native(product, devices, head, options, "there is no device")
+    rates = rates_of(devices, num_tiles=options.num_tiles)
+    layer = _Layer(product, devices, rates, head, options)
+    plans = [plan for way in layer.ways() if (plan := layer.lay_out(way)) is not None]
+    if not plans:
+        return native(product, devices, head, options, "no device has the memory for a tile of it")
+    best = min(plans, key=lambda plan: plan.step_s)
+    plain = next((plan for plan in plans if plan.method == "plain"), None)
+    if plain is not None and best.step_s > (1 - options.least_gain) * plain.step_s:
+        best = plain
+    native_s = product.flops * head.s_per_flop
+    if native_s <= best.step_s / options.num_micro_batches:
+        reason = f"the head takes {native_s:.3g} s and devices {best.step_s / options.num_micro_batches:.3g} s"
+        return native(product, devices, head, options, reason)
+    others = ", ".join(f"{plan.method} {plan.step_s:.3g} s" for plan in plans if plan is not best)
+    best = replace(best, reason=f"{best.method} takes {best.step_s:.3g} s a step" + (f", {others}" if others else ""))
+    verify(best)
+    return best
+
+
+def native(product: Product, devices: Sequence[TileDevice], head: Head, options: Options, reason: str) -> Plan:
+    """The head does it alone."""
+    native_s = product.flops * head.s_per_flop
+    return Plan(
+        product=product,
+        options=options,
+        devices=tuple(devices),
+        tiles=(),
+        loads={},
+        num_inner_parts=1,
+        keeps_weights=False,
+        first_s=native_s,
+        later_s=native_s,
+        lower_bound_s=native_s,
+        egress_s=0.0,
+        ingress_s=0.0,
+        head_s=native_s,
+        reason=reason,
+    )
+
+
+def product_plane(product: Product, options: Options, *, inner: int, keeps: bool = False, kept_for: int = 1) -> Plane:
+    """The plane of C for `inner` of n. `keeps`: columns of B stay; their bytes count as those of one of `kept_for`."""
+    return Plane(
+        rows=product.m,
+        cols=product.q,
+        down_row=inner * product.down_bytes,
+        down_col=inner * product.down_bytes / kept_for,
+        up_area=product.up_bytes,
+        flops_area=2.0 * inner,
+        held_row=inner * product.held_bytes,
+        held_col=inner * product.held_bytes,
+        held_area=product.held_bytes,
+        kept_col=inner * product.held_bytes * options.num_kept_products if keeps else 0.0,
+        check_side=2.0 * inner,
+        check_area=2.0,
+    )
+
+
+class _Layer:
+    """A product before a fleet."""
+
+    def __init__(
+        self, product: Product, devices: Sequence[TileDevice], rates: Rates, head: Head, options: Options
+    ) -> None:
+        self.product, self.devices, self.rates = product, devices, rates
+        self.head, self.options = head, options
+
+    def ways(self) -> list[_Way]:
+        """Plain, and the most promising with an inner split, with kept weights, and with both."""
+        found = self._splits(keeps=False)
+        options = self.options
+        if options.may_keep_weights and self.product.has_weight and options.num_micro_batches > 1:
+            found += self._splits(keeps=True)
+        if not found:
+            return []
+        kinds: dict[tuple[bool, bool], _Way] = {}
+        for way in found:
+            kind = (way.num_inner_parts > 1, way.keeps_weights)
+            if kind not in kinds or way.seconds < kinds[kind].seconds:
+                kinds[kind] = way
+        best_s = min(way.seconds for way in found)
+        return [way for kind, way in kinds.items() if way.seconds <= _worth_a_look * best_s or not any(kind)]
+
+    def _splits(self, *, keeps: bool) -> list[_Way]:
+        """For more and more parts of n, as long as that helps."""
+        found: list[_Way] = []
+        parts, num_worse, least_s = 1, 0, np.inf
+        most = min(_most_inner_parts, len(self.rates), max(1, self.product.n // _least_inner))
+        while parts <= (most if self.options.may_split_inner else 1) and num_worse < 2:
+            way = self._estimate(parts, keeps=keeps)
+            if way is not None:
+                num_worse = num_worse + 1 if way.seconds >= least_s else 0
+                least_s = min(least_s, way.seconds)
+                found.append(way)
+            parts = max(parts + 1, round(parts * 1.4))
+        return found
+
+    def _estimate(self, parts: int, *, keeps: bool) -> _Way | None:
+        demand = self._demand(self.rates, inner=-(-self.product.n // parts), keeps=keeps, averaged=True)
+        found = select(demand, self.head, num_copies=parts, least_side=self.options.least_side)
+        if found is None:
+            return None
+        added_s = self.head.add_s_per_element * (parts - 1) * self.product.m * self.product.q
+        return _Way(
+            num_inner_parts=parts, keeps_weights=keeps, seconds=max(found.seconds, added_s), chosen=found.chosen
+        )
+
+    def _demand(self, rates: Rates, *, inner: int, keeps: bool, averaged: bool) -> Demand:
+        """`averaged` over the micro-batches, else that of the first of them."""
+        kept_for = self.options.num_micro_batches if keeps and averaged else 1
+        plane = product_plane(self.product, self.options, inner=inner, keeps=keeps, kept_for=kept_for)
+        return Demand(plane, rates, serial=1.0 / self.options.num_tiles if self.options.num_tiles else 0.0)
+
+    def lay_out(self, way: _Way) -> Plan | None:
+        """The plan of an alternative; None where its devices do not tile it."""
+        parts = self._parts(way)
+        if not parts:
+            return None
+        num_tiles = self.options.num_tiles
+        added = float((way.num_inner_parts - 1) * self.product.m * self.product.q)
+        first = price(parts, self.head, num_tiles, added_elements=added)
+        later = first
+        if way.keeps_weights:
+            held = [part.later(keeps_cols=True) for part in parts]
+            later = price(held, self.head, num_tiles, added_elements=added)
+        return Plan(
+            product=self.product,
+            options=self.options,
+            devices=tuple(self.devices),
+            tiles=tiles_of(parts, self.devices, num_tiles),
+            loads=loads_of(parts, self.devices, first.seconds),
+            num_inner_parts=way.num_inner_parts,
+            keeps_weights=way.keeps_weights,
+            first_s=first.most_s,
+            later_s=later.most_s,
+            lower_bound_s=lower_bound_s(self.product, self.rates),
+            egress_s=first.shared.egress_s,
+            ingress_s=first.shared.ingress_s,
+            head_s=first.shared.head_s,
+            reason="",
+        )
+
+    def _parts(self, way: _Way) -> list[Part]:
+        """Each part of n with its rectangles; none where one is not tiled.
+
+        Devices are dealt to and fro, the strongest first, so that parts are about equally strong; n is then shared so
+        that they end together.
+        """
+        count = way.num_inner_parts
+        turn = np.arange(len(way.chosen)) % (2 * count)
+        hands = np.where(turn < count, turn, 2 * count - 1 - turn)
+        groups: list[tuple[Ints, Ints]] = []
+        for hand in range(count):
+            members = way.chosen[hands == hand]
+            demand = self._demand(
+                self.rates.take(members), inner=-(-self.product.n // count), keeps=way.keeps_weights, averaged=True
+            )
+            rectangles = tile_plane(demand, way.seconds)
+            if rectangles is None:
+                return []
+            groups.append((members, rectangles))
+        depths = self._depths(way, groups)
+        starts = np.cumsum(depths) - depths
+        return [
+            Part(
+                demand=self._demand(
+                    self.rates.take(members), inner=int(depth), keeps=way.keeps_weights, averaged=False
+                ),
+                members=members,
+                rectangles=rectangles,
+                k0=int(start),
+                k1=int(start + depth),
+            )
+            for (members, rectangles), start, depth in zip(groups, starts, depths, strict=True)
+        ]
+
+    def _depths(self, way: _Way, groups: Sequence[tuple[Ints, Ints]]) -> Ints:
+        """How much of n each part gets, so that all end together."""
+        num = self.product.n
+        depths = np.full(len(groups), num / len(groups))
+        for _ in range(8 if len(groups) > 1 else 0):
+            times = np.array([
+                slowest_s(self._demand(self.rates.take(members), inner=max(1, round(depth)), keeps=way.keeps_weights,
+                                       averaged=True), rectangles)
+                for depth, (members, rectangles) in zip(depths, groups, strict=True)
+            ])  # fmt: skip
+            depths = depths * np.clip(times.mean() / times, 0.5, 2.0)
+            depths = np.maximum(depths * (num / depths.sum()), 1.0)
+        whole = np.maximum(np.floor(depths), 1).astype(np.int64)
+        whole[np.argsort(whole - depths, kind="stable")[: num - int(whole.sum())]] += 1
+        return whole

@@ -1,0 +1,118 @@
+"""What rectangles that were laid out take: of each device, of each tile, and of what all share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from potluck.planner.tiles.bound import SharedTimes, shared_s
+from potluck.planner.tiles.device import Floats, Head, Ints, TileDevice
+from potluck.planner.tiles.plan import Load, Tile
+from potluck.planner.tiles.plane import Demand
+from potluck.planner.tiles.successive import successive_tiles
+from potluck.types.ids import WorkerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A plane that is tiled for k0 <= k < k1 by devices of its own.
+
+    `members` are places in the fleet; rectangles (place in `members`, row0, row1, col0, col1), [num, 5].
+    """
+
+    demand: Demand
+    members: Ints
+    rectangles: Ints
+    k0: int
+    k1: int
+
+    @property
+    def rows(self) -> Floats:
+        return (self.rectangles[:, 2] - self.rectangles[:, 1]).astype(np.float64)
+
+    @property
+    def cols(self) -> Floats:
+        return (self.rectangles[:, 4] - self.rectangles[:, 3]).astype(np.float64)
+
+    def later(self, *, keeps_rows: bool = False, keeps_cols: bool = False) -> Part:
+        """The same where devices hold their rows of A, or columns of B, already."""
+        plane = self.demand.plane
+        plane = replace(
+            plane, down_row=0.0 if keeps_rows else plane.down_row, down_col=0.0 if keeps_cols else plane.down_col
+        )
+        return replace(self, demand=Demand(plane, self.demand.rates, serial=self.demand.serial))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """`seconds` of each rectangle, and of the coordinator's link and the head."""
+
+    seconds: Floats
+    shared: SharedTimes
+
+    @property
+    def most_s(self) -> float:
+        return max(float(self.seconds.max()), self.shared.most_s)
+
+
+def price(parts: Sequence[Part], head: Head, num_tiles: int, *, added_elements: float = 0.0) -> Price:
+    """`num_tiles` as in `Options`; `added_elements` are results that the head adds to others."""
+    times: list[Floats] = []
+    shared = SharedTimes(egress_s=0.0, ingress_s=0.0, head_s=head.add_s_per_element * added_elements)
+    for part in parts:
+        counts = successive_tiles(part.demand, part.rectangles, num_tiles)[1]
+        first_s, most_s = _pipeline(part, counts[counts[:, 0] == 0, 1], num_tiles)
+        times.append(first_s + most_s)
+        more = shared_s(part.demand.plane, head, part.rows, part.cols)
+        shared = SharedTimes(
+            egress_s=shared.egress_s + more.egress_s,
+            ingress_s=shared.ingress_s + more.ingress_s,
+            head_s=shared.head_s + more.head_s,
+        )
+    return Price(seconds=np.concatenate(times), shared=shared)
+
+
+def _pipeline(part: Part, counts: Ints, num_tiles: int) -> tuple[Floats, Floats]:
+    """Of each rectangle: seconds until its slowest resource is busy all the time, and seconds that this is busy for."""
+    own = part.demand.take(part.rectangles[:, 0])
+    down_s, compute_s, up_s = own.parts_s(part.rows, part.cols)
+    most_s = np.maximum(np.maximum(down_s, compute_s), up_s)
+    serial = 1.0 / counts if num_tiles else 0.0
+    return own.rates.fixed_s + serial * (down_s + compute_s + up_s - most_s), most_s
+
+
+def tiles_of(parts: Sequence[Part], devices: Sequence[TileDevice], num_tiles: int) -> tuple[Tile, ...]:
+    """In the order of handing out: the first tile of each device, then the second of each."""
+    columns: list[tuple[Ints, Floats]] = []
+    for part in parts:
+        tiles, places = successive_tiles(part.demand, part.rectangles, num_tiles)
+        counts = places[places[:, 0] == 0, 1]
+        first_s, most_s = _pipeline(part, counts, num_tiles)
+        of = np.repeat(np.arange(len(counts)), counts)
+        finish_s = first_s[of] + most_s[of] * (places[:, 0] + 1) / places[:, 1]
+        inner = np.broadcast_to(np.array([part.k0, part.k1]), (len(tiles), 2))
+        whole = np.concatenate((part.members[tiles[:, :1]], tiles[:, 1:], inner, places[:, :1]), axis=1)
+        columns.append((whole, finish_s))
+    every, finish_s = np.concatenate([c[0] for c in columns]), np.concatenate([c[1] for c in columns])
+    order = np.argsort(every[:, 7], kind="stable")
+    every, finish_s = every[order], finish_s[order]
+    ids = [devices[i].id for i in every[:, 0]]
+    return tuple(map(Tile, ids, *every[:, 1:7].T.tolist(), finish_s.tolist()))
+
+
+def loads_of(parts: Sequence[Part], devices: Sequence[TileDevice], seconds: Floats) -> dict[WorkerId, Load]:
+    """`seconds` are those of `price`."""
+    found: dict[WorkerId, Load] = {}
+    at = 0
+    for part in parts:
+        own = part.demand.take(part.rectangles[:, 0])
+        down_s, compute_s, up_s = own.parts_s(part.rows, part.cols)
+        plane = part.demand.plane
+        columns = (plane.down_bytes(part.rows, part.cols), plane.up_bytes(part.rows, part.cols), down_s, up_s, compute_s)
+        finish_s = seconds[at : at + len(down_s)]
+        at += len(down_s)
+        ids = [devices[part.members[i]].id for i in part.rectangles[:, 0]]
+        found |= dict(zip(ids, map(Load, *(c.tolist() for c in columns), finish_s.tolist()), strict=True))
+    return found
