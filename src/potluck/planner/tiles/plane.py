@@ -72,6 +72,10 @@ class Demand:
         self.panel_bytes = rates.memory / (4 if keeps else 2)
         self.window_bytes = self.panel_bytes / rates.num_in_flight
         """For one tile's own operands and result; the operand that all tiles of a device share is the panel."""
+        self._has_room = not keeps and bool(
+            (plane.held_col * plane.cols <= self.panel_bytes).all()
+            and (plane.held_row + plane.held_area * plane.cols <= self.window_bytes).all()
+        )
 
     def __len__(self) -> int:
         return len(self.rates)
@@ -99,21 +103,24 @@ class Demand:
         """Rows of the highest rectangle of so many columns within `seconds`; at most the plane's rows. [..., devices]"""
         plane, a, b = self.plane, self.serial, 1.0 - self.serial
         left_s = seconds - self.rates.fixed_s
-        down_0, down_1 = plane.down_col * widths * self._s_per_down, (plane.down_row + plane.down_area * widths) * self._s_per_down
+        down_0 = plane.down_col * widths * self._s_per_down
+        down_1 = (plane.down_row + plane.down_area * widths) * self._s_per_down
+        up_0 = plane.up_col * widths * self._s_per_up if plane.up_col else 0.0
         up_1 = (plane.up_row + plane.up_area * widths) * self._s_per_up
         work_1 = plane.flops_area * widths * self.rates.s_per_flop
-        up_0 = plane.up_col * widths * self._s_per_up if plane.up_col else 0.0
-        if a:
-            all_0, all_1 = a * (down_0 + up_0), a * (down_1 + up_1 + work_1)
-        else:
-            all_0 = all_1 = 0.0
         with np.errstate(divide="ignore", invalid="ignore"):
-            found = np.fmin(
-                (left_s - all_0 - b * down_0) / (all_1 + b * down_1), (left_s - all_0 - b * up_0) / (all_1 + b * up_1)
-            )
-            found = np.fmin(found, (left_s - all_0) / (all_1 + b * work_1))
-            found = np.minimum(found, self._most_rows(widths))
-        return np.clip(np.nan_to_num(found, nan=0.0), 0.0, plane.rows)
+            if a:
+                left_s = left_s - a * (down_0 + up_0)
+                every = a * (down_1 + up_1 + work_1)
+                found = np.fmin((left_s - b * down_0) / (every + b * down_1), left_s / (every + b * work_1))
+                found = np.fmin(found, (left_s - b * up_0) / (every + b * up_1))
+            else:
+                found = np.fmin((left_s - down_0) / down_1, left_s / work_1)
+                found = np.fmin(found, (left_s - up_0) / up_1)
+            if not self._has_room:
+                found = np.minimum(found, self._most_rows(widths))
+        np.fmax(found, 0.0, out=found)
+        return np.minimum(found, plane.rows, out=found)
 
     def _most_rows(self, widths: Floats | float) -> Floats:
         """What memory leaves: the smaller operand is held whole, of the other one strip for each tile in flight."""

@@ -22,11 +22,14 @@ from potluck.planner.tiles.device import Floats, Ints
 from potluck.planner.tiles.plane import Demand
 
 _num_widths = 96
-_num_halvings = 26
 _slack = 1e-9
+_rough = 1e-4
+"""Of all columns: as exactly as the best strips need to be known while they are looked for."""
 _most_growth = 1.5
 _num_attempts = 60
+_num_balancings = 6
 _num_quick_widths = 32
+_longest_s = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ def best_strips(
     strips = Strips(order=order, starts=np.array(starts, dtype=np.int64), ends=np.array(ends, dtype=np.int64))
     if not starts:
         return strips, 0.0
-    return strips, float(np.minimum(_Group(demand, strips).widths(seconds), cols).sum())
+    return strips, float(_Group(demand, strips).widths(seconds, _rough * cols).sum())
 
 
 def _width_grid(demand: Demand, seconds: float, num_widths: int) -> Floats:
@@ -104,15 +107,17 @@ class _Group:
     def sums(self, heights: Floats) -> Floats:
         return np.add.reduceat(heights, self.firsts)
 
-    def widths(self, seconds: float) -> Floats:
-        """The widest each strip can be within `seconds`."""
+    def widths(self, seconds: float, precision: float = 1e-3) -> Floats:
+        """The widest each strip can be within `seconds`, to `precision` columns."""
         low = np.zeros(len(self.firsts))
-        high = np.full(len(self.firsts), float(self.cols))
-        for _ in range(_num_halvings):
-            middle = (low + high) / 2
-            enough = self.sums(self.heights(middle, seconds)) >= self.rows * (1 - _slack)
-            low, high = np.where(enough, middle, low), np.where(enough, high, middle)
-        return np.where(self.sums(self.heights(high, seconds)) >= self.rows * (1 - _slack), high, low)
+        step = float(self.cols)
+        enough = self.sums(self.heights(low + step, seconds)) >= self.rows * (1 - _slack)
+        low[enough] = step
+        while step > precision:
+            step /= 2
+            tried = np.minimum(low + step, self.cols)
+            low = np.where(self.sums(self.heights(tried, seconds)) >= self.rows * (1 - _slack), tried, low)
+        return low
 
     def whole_widths(self, seconds: float) -> Floats:
         """The same in whole columns, with heights in whole rows."""
@@ -132,8 +137,8 @@ def whole_rectangles(demand: Demand, strips: Strips, seconds: float) -> Ints | N
     `seconds` is where the search starts; None where whole numbers need more than half as long again.
     """
     group = _Group(demand, strips)
-    end_s = _least_s(lambda s: float(group.widths(s).sum()) >= group.cols, seconds, 1e-5)
-    end_s = end_s and _least_s(lambda s: float(group.whole_widths(s).sum()) >= group.cols, end_s, 2e-4)
+    start_s = _balanced_s(group, seconds)
+    end_s = start_s and _least_s(lambda s: float(group.whole_widths(s).sum()) >= group.cols, start_s, 2e-4)
     return None if end_s is None else _placed(group, group.whole_widths(end_s), end_s)
 
 
@@ -142,9 +147,9 @@ def quick_rectangles(demand: Demand) -> Ints | None:
 
     None where no time is enough, for want of memory.
     """
-    plane = demand.plane
-    widest = np.full(len(demand), plane.cols / np.sqrt(len(demand)))
-    seconds = float(np.median(demand.seconds(plane.rows / np.sqrt(len(demand)) + 0 * widest, widest)))
+    seconds = _by_area_s(demand)
+    if seconds is None:
+        return None
     order = np.argsort(-demand.rates.down, kind="stable")
     directions = (demand, demand.transposed())
     for _ in range(_num_attempts):
@@ -153,10 +158,26 @@ def quick_rectangles(demand: Demand) -> Ints | None:
         is_turned = covered[1] > covered[0]
         if max(covered) >= 1.0:
             group = _Group(directions[is_turned], found[is_turned][0])
-            tiles = _placed(group, np.floor(group.widths(seconds)), seconds)
+            tiles = _placed(group, np.ceil(group.widths(seconds, _rough * group.cols)), seconds)
             return tiles[:, [0, 3, 4, 1, 2]] if is_turned else tiles
-        seconds *= 1.15 if max(covered) > 0.7 else 1.5
+        seconds *= min(max(1.03, max(*covered, 0.3) ** -0.6), 1.5)
     return None
+
+
+def _by_area_s(demand: Demand) -> float | None:
+    """About when the areas of all devices together are the plane's, a little later; None where memory forbids."""
+    widths = np.geomspace(1.0, demand.plane.cols, 12)[:, np.newaxis]
+    total = demand.plane.rows * demand.plane.cols
+    low, high = 0.0, 1e-3
+    while (widths * demand.heights(widths, high)).max(axis=0).sum() < total:
+        low, high = high, high * 4
+        if high > _longest_s:
+            return None
+    for _ in range(7):
+        middle = (low + high) / 2
+        enough = (widths * demand.heights(widths, middle)).max(axis=0).sum() >= total
+        low, high = (low, middle) if enough else (middle, high)
+    return high * 1.02
 
 
 def _placed(group: _Group, widths: Floats, seconds: float) -> Ints:
@@ -187,10 +208,25 @@ def _trimmed(sizes: Floats, total: int) -> Floats:
     return scaled
 
 
+def _balanced_s(group: _Group, seconds: float) -> float | None:
+    """About when the strips, in real numbers, cover the plane: by regula falsi on log T."""
+    precision = _rough * group.cols / len(group.firsts)
+    for _ in range(_num_balancings):
+        covered = float(group.widths(seconds, precision).sum()) / group.cols
+        if covered <= 0:
+            return None
+        if abs(covered - 1.0) < 3e-4:
+            break
+        later = float(group.widths(seconds * 1.01, precision).sum()) / group.cols
+        slope = np.log(later / covered) / np.log(1.01) if later > covered else 1.0
+        seconds *= float(np.clip(covered ** (-1.0 / np.clip(slope, 0.3, 4.0)), 0.5, 1.5))
+    return seconds
+
+
 def _least_s(suffices: Callable[[float], bool], start_s: float, precision: float) -> float | None:
     """The least time that suffices, from `start_s` on."""
-    low, high = start_s, start_s
-    step = 2e-3
+    low, high = start_s * (1 - 2e-4), start_s
+    step = 1e-3
     while not suffices(high):
         low, high = high, high * (1 + step)
         step *= 2
