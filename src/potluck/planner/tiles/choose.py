@@ -211,7 +211,13 @@ class _Layer:
             if rectangles is None:
                 return []
             groups.append((members, rectangles))
-        depths = self._depths(way, groups)
+        parts = self._with_depths(way, groups, self._depths(way, groups))
+        if not all(part.demand.take(part.rectangles[:, 0]).fits(part.rows, part.cols) for part in parts):
+            equal = np.full(count, self.product.n // count) + (np.arange(count) < self.product.n % count)
+            parts = self._with_depths(way, groups, equal)
+        return parts
+
+    def _with_depths(self, way: _Way, groups: Sequence[tuple[Ints, Ints]], depths: Ints) -> list[Part]:
         starts = np.cumsum(depths) - depths
         return [
             Part(

@@ -14,6 +14,7 @@ quotients. C[m, q] = A[m, n] B[n, q] has down_row = down_col = n b and up_area =
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -40,6 +41,8 @@ class Plane:
     kept_col: float = 0.0
     check_side: float = 0.0  # FLOPs of Freivalds' check for each random vector, and row or column of a tile
     check_area: float = 0.0
+    strips: Literal["either", "rows", "cols"] = "either"
+    """Along which a rectangle may be cut into successive tiles: rows where each row has a result of its own."""
 
     def transposed(self) -> Plane:
         return Plane(
@@ -49,6 +52,7 @@ class Plane:
             held_row=self.held_col, held_col=self.held_row, held_area=self.held_area,
             kept_row=self.kept_col, kept_col=self.kept_row,
             check_side=self.check_side, check_area=self.check_area,
+            strips=_turned[self.strips],
         )  # fmt: skip
 
     def down_bytes(self, rows: Floats, cols: Floats) -> Floats:
@@ -56,6 +60,10 @@ class Plane:
 
     def up_bytes(self, rows: Floats, cols: Floats) -> Floats:
         return self.up_row * rows + self.up_col * cols + self.up_area * rows * cols
+
+
+_rounding = 1e-9
+_turned: dict[str, Literal["either", "rows", "cols"]] = {"either": "either", "rows": "cols", "cols": "rows"}
 
 
 class Demand:
@@ -72,10 +80,7 @@ class Demand:
         self.panel_bytes = rates.memory / (4 if keeps else 2)
         self.window_bytes = self.panel_bytes / rates.num_in_flight
         """For one tile's own operands and result; the operand that all tiles of a device share is the panel."""
-        self._has_room = not keeps and bool(
-            (plane.held_col * plane.cols <= self.panel_bytes).all()
-            and (plane.held_row + plane.held_area * plane.cols <= self.window_bytes).all()
-        )
+        self._has_room = bool(np.isinf(rates.memory).all())
 
     def __len__(self) -> int:
         return len(self.rates)
@@ -122,16 +127,27 @@ class Demand:
         np.fmax(found, 0.0, out=found)
         return np.minimum(found, plane.rows, out=found)
 
+    def fits(self, rows: Floats, cols: Floats) -> bool:
+        """Whether every device has the memory for its rectangle."""
+        return self._has_room or bool((rows <= self._most_rows(cols) * (1 + _rounding)).all())
+
     def _most_rows(self, widths: Floats | float) -> Floats:
-        """What memory leaves: the smaller operand is held whole, of the other one strip for each tile in flight."""
+        """What memory leaves: one operand is held whole, of the other one strip for each tile in flight."""
         plane = self.plane
-        keep_rows = np.minimum(
-            self.panel_bytes / plane.held_row, (self.window_bytes - plane.held_col) / plane.held_area
-        )
-        fits_cols = (plane.held_col * widths <= self.panel_bytes) & (
+        with np.errstate(divide="ignore"):
+            streams_cols = np.minimum(
+                self.panel_bytes / plane.held_row, (self.window_bytes - plane.held_col) / plane.held_area
+            )
+        streams_rows = (plane.held_col * widths <= self.panel_bytes) & (
             plane.held_row + plane.held_area * widths <= self.window_bytes
         )
-        most = np.where(fits_cols, np.inf, keep_rows)
+        match plane.strips:
+            case "cols":
+                most = streams_cols + 0.0 * widths
+            case "rows":
+                most = np.where(streams_rows, np.inf, 0.0)
+            case "either":
+                most = np.where(streams_rows, np.inf, streams_cols)
         if plane.kept_row:
             most = np.minimum(most, self.kept_bytes / plane.kept_row)
         if plane.kept_col:

@@ -121,7 +121,7 @@ class _Group:
 
     def whole_widths(self, seconds: float) -> Floats:
         """The same in whole columns, with heights in whole rows."""
-        widths = np.floor(self.widths(seconds) + _slack)
+        widths = np.floor(self.widths(seconds, 0.05) + _slack)
         for _ in range(4):
             short = self.sums(np.floor(self.heights(np.maximum(widths, 1.0), seconds) + _slack)) < self.rows
             if not short.any():
@@ -158,8 +158,10 @@ def quick_rectangles(demand: Demand) -> Ints | None:
         is_turned = covered[1] > covered[0]
         if max(covered) >= 1.0:
             group = _Group(directions[is_turned], found[is_turned][0])
-            tiles = _placed(group, np.ceil(group.widths(seconds, _rough * group.cols)), seconds)
-            return tiles[:, [0, 3, 4, 1, 2]] if is_turned else tiles
+            widths = group.whole_widths(seconds)
+            if widths.sum() >= group.cols:
+                tiles = _placed(group, widths, seconds)
+                return tiles[:, [0, 3, 4, 1, 2]] if is_turned else tiles
         seconds *= min(max(1.03, max(*covered, 0.3) ** -0.6), 1.5)
     return None
 

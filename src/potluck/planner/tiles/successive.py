@@ -31,8 +31,14 @@ def successive_tiles(demand: Demand, rectangles: Ints, num_tiles: int) -> tuple[
     by_rows = _least_count(rows, plane.held_row + plane.held_area * cols, own.window_bytes)
     by_cols = np.where(plane.held_row * rows <= own.panel_bytes * (1 + 1e-9), by_cols, np.inf)
     by_rows = np.where(plane.held_col * cols <= own.panel_bytes * (1 + 1e-9), by_rows, np.inf)
-    prefers_cols = plane.held_col * cols >= plane.held_row * rows
-    cuts_cols = np.where(np.isinf(by_rows) | (prefers_cols & np.isfinite(by_cols)), True, False)
+    match plane.strips:
+        case "rows":
+            cuts_cols = np.zeros(len(rows), dtype=np.bool_)
+        case "cols":
+            cuts_cols = np.ones(len(rows), dtype=np.bool_)
+        case "either":
+            prefers_cols = plane.held_col * cols >= plane.held_row * rows
+            cuts_cols = np.isinf(by_rows) | (prefers_cols & np.isfinite(by_cols))
     least = np.where(cuts_cols, by_cols, by_rows)
     length = np.where(cuts_cols, cols, rows)
     wanted = np.clip(length // _least_strip, 1, max(num_tiles, 1))

@@ -15,6 +15,8 @@ from potluck.planner.tiles.strips import Strips, best_strips, whole_rectangles
 
 most_sliced = 32
 """Devices that are placed by slicing: it takes the cube of their number."""
+least_stripped = 12
+"""So few are placed by slicing alone, if that finds anything: strips are hardly ever better."""
 _num_rounds = 3
 
 
@@ -24,11 +26,17 @@ def tile_plane(demand: Demand, start_s: float) -> Ints | None:
     `start_s` is about the time that the areas of all devices together would take. None where no tiling was found,
     because memory or the whole numbers of a small plane leave none.
     """
-    found = [stripped(demand, start_s)]
-    if len(demand) <= most_sliced:
-        found.append(sliced(demand, start_s))
-    tilings = [tiling for tiling in found if tiling is not None]
+    found = sliced(demand, start_s) if len(demand) <= most_sliced else None
+    tilings = [found] if found is not None and demand_fits(demand, found) else []
+    if len(demand) > least_stripped or not tilings:
+        found = stripped(demand, start_s)
+        tilings += [found] if found is not None and demand_fits(demand, found) else []
     return min(tilings, key=lambda tiling: slowest_s(demand, tiling), default=None)
+
+
+def demand_fits(demand: Demand, tiles: Ints) -> bool:
+    """Whether every device has the memory for its rectangle."""
+    return demand.take(tiles[:, 0]).fits(*_sides(tiles))
 
 
 def stripped(demand: Demand, start_s: float) -> Ints | None:
@@ -62,8 +70,12 @@ def slowest_s(demand: Demand, tiles: Ints) -> float:
 
 def tile_seconds(demand: Demand, tiles: Ints) -> Floats:
     """Seconds of each rectangle. [num_tiles]"""
-    rows, cols = (tiles[:, 2] - tiles[:, 1]).astype(np.float64), (tiles[:, 4] - tiles[:, 3]).astype(np.float64)
-    return demand.take(tiles[:, 0]).seconds(rows, cols)
+    return demand.take(tiles[:, 0]).seconds(*_sides(tiles))
+
+
+def _sides(tiles: Ints) -> tuple[Floats, Floats]:
+    """Rows and columns of each. [num_tiles]"""
+    return (tiles[:, 2] - tiles[:, 1]).astype(np.float64), (tiles[:, 4] - tiles[:, 3]).astype(np.float64)
 
 
 def _orders(demand: Demand, seconds: float) -> list[Ints]:
