@@ -89,7 +89,7 @@ def select(demand: Demand, head: Head, *, num_copies: int = 1, least_side: int =
         chosen = order[:count]
         if np.sqrt(areas[chosen]).mean() < min(least_side, demand.plane.rows, demand.plane.cols):
             return None
-        return chosen if shared_s(demand.plane, head, rows[chosen], cols[chosen]).most_s <= seconds else None
+        return chosen if shared_times(demand.plane, head, rows[chosen], cols[chosen]).most_s <= seconds else None
 
     high = 1.0
     while (found := attempt(high)) is None:
@@ -107,10 +107,12 @@ def select(demand: Demand, head: Head, *, num_copies: int = 1, least_side: int =
     return Selection(chosen=found, seconds=high)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SharedTimes:
-    """What the coordinator's link and the head's checks and sums take for a plan."""
+    """What the coordinator's link and the head's checks and sums take for a plan, and the bytes of all devices."""
 
+    down_bytes: float
+    up_bytes: float
     egress_s: float
     ingress_s: float
     head_s: float
@@ -120,12 +122,15 @@ class SharedTimes:
         return max(self.egress_s, self.ingress_s, self.head_s)
 
 
-def shared_s(plane: Plane, head: Head, rows: Floats, cols: Floats, *, added_elements: float = 0.0) -> SharedTimes:
+def shared_times(plane: Plane, head: Head, rows: Floats, cols: Floats, *, added_elements: float = 0.0) -> SharedTimes:
     """Of rectangles `rows` x `cols`, whose results have `added_elements` that are added to others."""
     check_flops = plane.check_side * (rows + cols).sum() + plane.check_area * (rows * cols).sum()
+    down_bytes, up_bytes = float(plane.down_bytes(rows, cols).sum()), float(plane.up_bytes(rows, cols).sum())
     return SharedTimes(
-        egress_s=float(plane.down_bytes(rows, cols).sum()) / head.egress_bytes_per_s,
-        ingress_s=float(plane.up_bytes(rows, cols).sum()) / head.ingress_bytes_per_s,
+        down_bytes=down_bytes,
+        up_bytes=up_bytes,
+        egress_s=down_bytes / head.egress_bytes_per_s,
+        ingress_s=up_bytes / head.ingress_bytes_per_s,
         head_s=float(head.num_check_vectors * head.check_s_per_flop * check_flops)
         + head.add_s_per_element * added_elements,
     )

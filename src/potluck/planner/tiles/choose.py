@@ -12,6 +12,7 @@ are wider, and priced by the first and the later ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -38,9 +39,13 @@ class _Way:
     """An alternative, its estimate for a micro-batch, and the devices that it would use."""
 
     num_inner_parts: int
-    keeps_weights: bool
+    kept_for: float  # micro-batches over which it spreads a weight's bytes; 0 where none is kept
     seconds: float
     chosen: Ints
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self.kept_for > 0
 
 
 def cheapest(
@@ -55,18 +60,33 @@ def cheapest(
     plans = [plan for way in layer.ways() if (plan := layer.lay_out(way)) is not None]
     if not plans:
         return native(product, devices, head, options, "no device has the memory for a tile of it")
-    best = min(plans, key=lambda plan: plan.step_s)
-    plain = next((plan for plan in plans if plan.method == "plain"), None)
-    if plain is not None and best.step_s > (1 - options.least_gain) * plain.step_s:
-        best = plain
+    best = pick(plans, next((plan for plan in plans if plan.method == "plain"), None))
     native_s = product.flops * head.s_per_flop
     if native_s <= best.step_s / options.num_micro_batches:
         reason = f"the head takes {native_s:.3g} s and devices {best.step_s / options.num_micro_batches:.3g} s"
         return native(product, devices, head, options, reason)
-    others = ", ".join(f"{plan.method} {plan.step_s:.3g} s" for plan in plans if plan is not best)
-    best = replace(best, reason=f"{best.method} takes {best.step_s:.3g} s a step" + (f", {others}" if others else ""))
     verify(best)
-    return best
+    return replace(best, reason=compared(plans, best))
+
+
+def compared(plans: Sequence[Plan], best: Plan) -> str:
+    """Each method's time for an optimizer step, in a few words."""
+    times: dict[str, float] = {}
+    for plan in sorted(plans, key=lambda plan: -plan.step_s):
+        times[plan.method] = plan.step_s
+    others = [f"{method} {seconds:.3g} s" for method, seconds in times.items() if method != best.method]
+    return ", ".join([f"{best.method} {best.step_s:.3g} s a step", *others])
+
+
+def pick(plans: Sequence[Plan], plain: Plan | None) -> Plan:
+    """The fastest, if it saves a worthwhile share of the plain plan's time; else the one with the fewest bytes of those
+    that take no longer than the plain one.
+    """
+    least_s = min(plan.step_s for plan in plans)
+    limit_s = least_s
+    if plain is not None and least_s > (1 - plain.options.least_gain) * plain.step_s:
+        limit_s = plain.step_s
+    return min((plan for plan in plans if plan.step_s <= limit_s), key=lambda plan: (plan.step_bytes, plan.step_s))
 
 
 def native(product: Product, devices: Sequence[TileDevice], head: Head, options: Options, reason: str) -> Plan:
@@ -83,6 +103,9 @@ def native(product: Product, devices: Sequence[TileDevice], head: Head, options:
         first_s=native_s,
         later_s=native_s,
         lower_bound_s=native_s,
+        first_down_bytes=0.0,
+        later_down_bytes=0.0,
+        up_bytes=0.0,
         egress_s=0.0,
         ingress_s=0.0,
         head_s=native_s,
@@ -90,7 +113,7 @@ def native(product: Product, devices: Sequence[TileDevice], head: Head, options:
     )
 
 
-def product_plane(product: Product, options: Options, *, inner: int, keeps: bool = False, kept_for: int = 1) -> Plane:
+def product_plane(product: Product, options: Options, *, inner: int, keeps: bool = False, kept_for: float = 1.0) -> Plane:
     """The plane of C for `inner` of n. `keeps`: columns of B stay; their bytes count as those of one of `kept_for`."""
     return Plane(
         rows=product.m,
@@ -118,28 +141,27 @@ class _Layer:
         self.head, self.options = head, options
 
     def ways(self) -> list[_Way]:
-        """Plain, and the most promising with an inner split, with kept weights, and with both."""
-        found = self._splits(keeps=False)
-        options = self.options
-        if options.may_keep_weights and self.product.has_weight and options.num_micro_batches > 1:
-            found += self._splits(keeps=True)
-        if not found:
-            return []
-        kinds: dict[tuple[bool, bool], _Way] = {}
+        """Plain, and the most promising of each other kind."""
+        spreads = [0.0]
+        num = self.options.num_micro_batches
+        if self.options.may_keep_weights and self.product.has_weight and num > 1:
+            spreads += [1.0, math.sqrt(num), float(num)]
+        found = [way for spread in spreads for way in self._splits(spread)]
+        kinds: dict[tuple[bool, float], _Way] = {}
         for way in found:
-            kind = (way.num_inner_parts > 1, way.keeps_weights)
+            kind = (way.num_inner_parts > 1, way.kept_for)
             if kind not in kinds or way.seconds < kinds[kind].seconds:
                 kinds[kind] = way
-        best_s = min(way.seconds for way in found)
-        return [way for kind, way in kinds.items() if way.seconds <= _worth_a_look * best_s or not any(kind)]
+        best_s = min((way.seconds for way in found), default=0.0)
+        return [way for kind, way in kinds.items() if way.seconds <= _worth_a_look * best_s or not kind[0]]
 
-    def _splits(self, *, keeps: bool) -> list[_Way]:
+    def _splits(self, kept_for: float) -> list[_Way]:
         """For more and more parts of n, as long as that helps."""
         found: list[_Way] = []
         parts, num_worse, least_s = 1, 0, np.inf
         most = min(_most_inner_parts, len(self.rates), max(1, self.product.n // _least_inner))
         while parts <= (most if self.options.may_split_inner else 1) and num_worse < 2:
-            way = self._estimate(parts, keeps=keeps)
+            way = self._estimate(parts, kept_for)
             if way is not None:
                 num_worse = num_worse + 1 if way.seconds >= least_s else 0
                 least_s = min(least_s, way.seconds)
@@ -147,20 +169,21 @@ class _Layer:
             parts = max(parts + 1, round(parts * 1.4))
         return found
 
-    def _estimate(self, parts: int, *, keeps: bool) -> _Way | None:
-        demand = self._demand(self.rates, inner=-(-self.product.n // parts), keeps=keeps, averaged=True)
+    def _estimate(self, parts: int, kept_for: float) -> _Way | None:
+        demand = self._demand(self.rates, inner=-(-self.product.n // parts), kept_for=kept_for)
         found = select(demand, self.head, num_copies=parts, least_side=self.options.least_side)
         if found is None:
             return None
         added_s = self.head.add_s_per_element * (parts - 1) * self.product.m * self.product.q
         return _Way(
-            num_inner_parts=parts, keeps_weights=keeps, seconds=max(found.seconds, added_s), chosen=found.chosen
+            num_inner_parts=parts, kept_for=kept_for, seconds=max(found.seconds, added_s), chosen=found.chosen
         )
 
-    def _demand(self, rates: Rates, *, inner: int, keeps: bool, averaged: bool) -> Demand:
-        """`averaged` over the micro-batches, else that of the first of them."""
-        kept_for = self.options.num_micro_batches if keeps and averaged else 1
-        plane = product_plane(self.product, self.options, inner=inner, keeps=keeps, kept_for=kept_for)
+    def _demand(self, rates: Rates, *, inner: int, kept_for: float) -> Demand:
+        """`kept_for` as in `_Way`."""
+        plane = product_plane(
+            self.product, self.options, inner=inner, keeps=kept_for > 0, kept_for=max(kept_for, 1.0)
+        )
         return Demand(plane, rates, serial=1.0 / self.options.num_tiles if self.options.num_tiles else 0.0)
 
     def lay_out(self, way: _Way) -> Plan | None:
@@ -186,6 +209,9 @@ class _Layer:
             first_s=first.most_s,
             later_s=later.most_s,
             lower_bound_s=lower_bound_s(self.product, self.rates),
+            first_down_bytes=first.shared.down_bytes,
+            later_down_bytes=later.shared.down_bytes,
+            up_bytes=first.shared.up_bytes,
             egress_s=first.shared.egress_s,
             ingress_s=first.shared.ingress_s,
             head_s=first.shared.head_s,
@@ -205,7 +231,7 @@ class _Layer:
         for hand in range(count):
             members = way.chosen[hands == hand]
             demand = self._demand(
-                self.rates.take(members), inner=-(-self.product.n // count), keeps=way.keeps_weights, averaged=True
+                self.rates.take(members), inner=-(-self.product.n // count), kept_for=way.kept_for
             )
             rectangles = tile_plane(demand, way.seconds)
             if rectangles is None:
@@ -222,7 +248,7 @@ class _Layer:
         return [
             Part(
                 demand=self._demand(
-                    self.rates.take(members), inner=int(depth), keeps=way.keeps_weights, averaged=False
+                    self.rates.take(members), inner=int(depth), kept_for=min(way.kept_for, 1.0)
                 ),
                 members=members,
                 rectangles=rectangles,
@@ -238,8 +264,8 @@ class _Layer:
         depths = np.full(len(groups), num / len(groups))
         for _ in range(8 if len(groups) > 1 else 0):
             times = np.array([
-                slowest_s(self._demand(self.rates.take(members), inner=max(1, round(depth)), keeps=way.keeps_weights,
-                                       averaged=True), rectangles)
+                slowest_s(self._demand(self.rates.take(members), inner=max(1, round(depth)),
+                                       kept_for=way.kept_for), rectangles)
                 for depth, (members, rectangles) in zip(depths, groups, strict=True)
             ])  # fmt: skip
             depths = depths * np.clip(times.mean() / times, 0.5, 2.0)

@@ -73,7 +73,10 @@ class Plan:
     first_s: float
     later_s: float
     lower_bound_s: float  # on plain plans with full overlap and nothing shared: see bound.py
-    egress_s: float
+    first_down_bytes: float  # of all devices
+    later_down_bytes: float
+    up_bytes: float  # in each micro-batch
+    egress_s: float  # of the first micro-batch
     ingress_s: float
     head_s: float  # checks and sums
     reason: str  # why this and not another
@@ -90,6 +93,12 @@ class Plan:
     def step_s(self) -> float:
         """All micro-batches of an optimizer step."""
         return self.first_s + (self.options.num_micro_batches - 1) * self.later_s
+
+    @property
+    def step_bytes(self) -> float:
+        """Both ways, of all devices and micro-batches of an optimizer step."""
+        num = self.options.num_micro_batches
+        return self.first_down_bytes + (num - 1) * self.later_down_bytes + num * self.up_bytes
 
     @cached_property
     def bindings(self) -> Mapping[Binding, int]:

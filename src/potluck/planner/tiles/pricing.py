@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
-from potluck.planner.tiles.bound import SharedTimes, shared_s
+from potluck.planner.tiles.bound import SharedTimes, shared_times
 from potluck.planner.tiles.device import Floats, Head, Ints, TileDevice
 from potluck.planner.tiles.plan import Load, Tile
 from potluck.planner.tiles.plane import Demand
@@ -56,22 +56,24 @@ class Price:
     def most_s(self) -> float:
         return max(float(self.seconds.max()), self.shared.most_s)
 
+    def __add__(self, other: Price) -> Price:
+        """One after the other."""
+        return Price(
+            seconds=self.seconds + other.seconds,
+            shared=SharedTimes(*(np.array(astuple(self.shared)) + np.array(astuple(other.shared))).tolist()),
+        )
+
 
 def price(parts: Sequence[Part], head: Head, num_tiles: int, *, added_elements: float = 0.0) -> Price:
     """`num_tiles` as in `Options`; `added_elements` are results that the head adds to others."""
     times: list[Floats] = []
-    shared = SharedTimes(egress_s=0.0, ingress_s=0.0, head_s=head.add_s_per_element * added_elements)
+    totals = np.array([0.0, 0.0, 0.0, 0.0, head.add_s_per_element * added_elements])
     for part in parts:
         counts = successive_tiles(part.demand, part.rectangles, num_tiles)[1]
         first_s, most_s = _pipeline(part, counts[counts[:, 0] == 0, 1], num_tiles)
         times.append(first_s + most_s)
-        more = shared_s(part.demand.plane, head, part.rows, part.cols)
-        shared = SharedTimes(
-            egress_s=shared.egress_s + more.egress_s,
-            ingress_s=shared.ingress_s + more.ingress_s,
-            head_s=shared.head_s + more.head_s,
-        )
-    return Price(seconds=np.concatenate(times), shared=shared)
+        totals += astuple(shared_times(part.demand.plane, head, part.rows, part.cols))
+    return Price(seconds=np.concatenate(times), shared=SharedTimes(*totals.tolist()))
 
 
 def _pipeline(part: Part, counts: Ints, num_tiles: int) -> tuple[Floats, Floats]:
