@@ -20,6 +20,8 @@ from potluck.planner.tiles.product import Product
 _num_bisections = 60
 _num_widths = 24
 _precision = 1e-4
+_even_area = 2e-3
+"""Shapes of a device's rectangle that are as large as its largest but for this share: the one with the fewest bytes."""
 _longest_s = 1e12
 
 
@@ -63,6 +65,7 @@ class Selection:
 
     chosen: Ints
     seconds: float
+    down_bytes: Floats  # of each one's largest rectangle, in the shape with the fewest
 
 
 def select(demand: Demand, head: Head, *, num_copies: int = 1, least_side: int = 1) -> Selection | None:
@@ -75,11 +78,13 @@ def select(demand: Demand, head: Head, *, num_copies: int = 1, least_side: int =
     widths = np.geomspace(1.0, demand.plane.cols, _num_widths)[:, np.newaxis]
     total = float(num_copies * demand.plane.rows * demand.plane.cols)
 
-    def attempt(seconds: float) -> Ints | None:
+    every = np.arange(len(demand))
+
+    def attempt(seconds: float) -> Selection | None:
         heights = demand.heights(widths, seconds)
         areas = heights * widths
-        best = areas.argmax(axis=0)
-        every = np.arange(len(demand))
+        sides = demand.plane.down_bytes(heights, widths)
+        best = np.where(areas >= (1 - _even_area) * areas.max(axis=0), sides, np.inf).argmin(axis=0)
         cols, rows, areas = widths[best, 0], heights[best, every], areas[best, every]
         order = np.argsort(-areas, kind="stable")
         reached = np.cumsum(areas[order])
@@ -89,7 +94,10 @@ def select(demand: Demand, head: Head, *, num_copies: int = 1, least_side: int =
         chosen = order[:count]
         if np.sqrt(areas[chosen]).mean() < min(least_side, demand.plane.rows, demand.plane.cols):
             return None
-        return chosen if shared_times(demand.plane, head, rows[chosen], cols[chosen]).most_s <= seconds else None
+        rows, cols = rows[chosen], cols[chosen]
+        if shared_times(demand.plane, head, rows, cols).most_s > seconds:
+            return None
+        return Selection(chosen=chosen, seconds=seconds, down_bytes=demand.plane.down_bytes(rows, cols))
 
     high = 1.0
     while (found := attempt(high)) is None:
@@ -104,7 +112,7 @@ def select(demand: Demand, head: Head, *, num_copies: int = 1, least_side: int =
             low = middle
         else:
             high, found = middle, tried
-    return Selection(chosen=found, seconds=high)
+    return found
 
 
 @dataclass(frozen=True)

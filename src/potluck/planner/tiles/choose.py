@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from potluck.planner.tiles.bound import lower_bound_s, select
+from potluck.planner.tiles.bound import Selection, lower_bound_s, select
 from potluck.planner.tiles.device import Head, Ints, Rates, TileDevice, rates_of
 from potluck.planner.tiles.plan import Plan
 from potluck.planner.tiles.plane import Demand, Plane
@@ -30,6 +30,8 @@ from potluck.planner.tiles.verify import verify
 _most_inner_parts = 512
 _least_inner = 64
 """Columns of A below which the inner dimension is not split further."""
+_most_stretch = 1.05
+"""Bytes of a rectangle by those of its best shape, where the coordinator's link or the head's checks count."""
 _worth_a_look = 1.2
 """Alternatives whose estimate is within this factor of the best are laid out and priced."""
 
@@ -41,7 +43,7 @@ class _Way:
     num_inner_parts: int
     kept_for: float  # micro-batches over which it spreads a weight's bytes; 0 where none is kept
     seconds: float
-    chosen: Ints
+    selection: Selection
 
     @property
     def keeps_weights(self) -> bool:
@@ -176,7 +178,7 @@ class _Layer:
             return None
         added_s = self.head.add_s_per_element * (parts - 1) * self.product.m * self.product.q
         return _Way(
-            num_inner_parts=parts, kept_for=kept_for, seconds=max(found.seconds, added_s), chosen=found.chosen
+            num_inner_parts=parts, kept_for=kept_for, seconds=max(found.seconds, added_s), selection=found
         )
 
     def _demand(self, rates: Rates, *, inner: int, kept_for: float) -> Demand:
@@ -225,14 +227,17 @@ class _Layer:
         that they end together.
         """
         count = way.num_inner_parts
-        turn = np.arange(len(way.chosen)) % (2 * count)
+        chosen, down_bytes = way.selection.chosen, way.selection.down_bytes
+        turn = np.arange(len(chosen)) % (2 * count)
         hands = np.where(turn < count, turn, 2 * count - 1 - turn)
         groups: list[tuple[Ints, Ints]] = []
         for hand in range(count):
-            members = way.chosen[hands == hand]
+            members = chosen[hands == hand]
             demand = self._demand(
                 self.rates.take(members), inner=-(-self.product.n // count), kept_for=way.kept_for
             )
+            if self.head.counts_sides:
+                demand.most_down_bytes = _most_stretch * down_bytes[hands == hand]
             rectangles = tile_plane(demand, way.seconds)
             if rectangles is None:
                 return []

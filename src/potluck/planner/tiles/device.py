@@ -75,6 +75,11 @@ class Head:
     check_s_per_flop: float = 0.0
     add_s_per_element: float = 0.0
 
+    @property
+    def counts_sides(self) -> bool:
+        """Whether the sum of all rectangles' sides costs the head or its link anything."""
+        return self.egress_bytes_per_s < math.inf or self.check_s_per_flop > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:

@@ -101,7 +101,7 @@ class Plan:
         return self.first_down_bytes + (num - 1) * self.later_down_bytes + num * self.up_bytes
 
     @cached_property
-    def bindings(self) -> Mapping[Binding, int]:
+    def bindings(self) -> Counter[Binding]:
         """How many devices each resource binds."""
         return Counter(load.binding for load in self.loads.values())
 

@@ -67,10 +67,15 @@ _turned: dict[str, Literal["either", "rows", "cols"]] = {"either": "either", "ro
 
 
 class Demand:
-    """A plane before a fleet. `serial` is the share a of the module's docstring."""
+    """A plane before a fleet. `serial` is the share a of the module's docstring.
 
-    def __init__(self, plane: Plane, rates: Rates, *, serial: float) -> None:
+    `most_down_bytes` for each device keep rectangles near the shape with the fewest bytes also where its own link has
+    time to spare, for the sake of the coordinator's.
+    """
+
+    def __init__(self, plane: Plane, rates: Rates, *, serial: float, most_down_bytes: Floats | None = None) -> None:
         self.plane = plane
+        self.most_down_bytes = most_down_bytes
         self.rates = rates
         self.serial = serial
         self._s_per_down = 1.0 / rates.down
@@ -86,10 +91,14 @@ class Demand:
         return len(self.rates)
 
     def take(self, chosen: slice | np.ndarray) -> Demand:
-        return Demand(self.plane, self.rates.take(np.arange(len(self))[chosen]), serial=self.serial)
+        places = np.arange(len(self))[chosen]
+        most = None if self.most_down_bytes is None else self.most_down_bytes[places]
+        return Demand(self.plane, self.rates.take(places), serial=self.serial, most_down_bytes=most)
 
     def transposed(self) -> Demand:
-        return Demand(self.plane.transposed(), self.rates, serial=self.serial)
+        return Demand(
+            self.plane.transposed(), self.rates, serial=self.serial, most_down_bytes=self.most_down_bytes
+        )
 
     def parts_s(self, rows: Floats, cols: Floats) -> tuple[Floats, Floats, Floats]:
         """Seconds of download, work and upload of a rectangle for each device."""
@@ -122,6 +131,9 @@ class Demand:
             else:
                 found = np.fmin((left_s - down_0) / down_1, left_s / work_1)
                 found = np.fmin(found, (left_s - up_0) / up_1)
+            if self.most_down_bytes is not None:
+                room_bytes = self.most_down_bytes - plane.down_col * widths
+                found = np.fmin(found, room_bytes / (plane.down_row + plane.down_area * widths))
             if not self._has_room:
                 found = np.minimum(found, self._most_rows(widths))
         np.fmax(found, 0.0, out=found)

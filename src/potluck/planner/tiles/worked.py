@@ -1,0 +1,154 @@
+"""A worked example with published settings: one batch of OPT-13B on 256 to 8,192 volunteers' devices.
+
+Xue et al. (arXiv:2512.22142): batch 128 x 1,024 tokens, linear products only, 2 bytes an element, devices of 5-7 TFLOP/s
+with 5-10 MB/s up and 10-100 MB/s down, nothing cached, transfers and work overlapped in full, and a coordinator whose
+link counts for nothing. Each thing that those settings leave out, or that this planner adds, is then changed by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from potluck.planner.tiles.choose import cheapest
+from potluck.planner.tiles.device import Head, TileDevice
+from potluck.planner.tiles.plan import Plan
+from potluck.planner.tiles.product import Options, Pass, Product
+from potluck.types.ids import WorkerId
+
+num_tokens = 128 * 1024
+num_layers = 40
+hidden_dim = 5120
+ff_dim = 20480
+a100_flops = 0.4 * 312e12
+gbit = 1e9 / 8
+
+
+def published_devices(num_devices: int, *, seed: int) -> tuple[TileDevice, ...]:
+    """Evenly drawn from the published ranges."""
+    chance = np.random.default_rng(seed)
+    flops, up, down = (chance.uniform(low, high, num_devices) for low, high in ((5e12, 7e12), (5e6, 1e7), (1e7, 1e8)))
+    return _devices(flops, up, down)
+
+
+def unequal_devices(num_devices: int, *, seed: int) -> tuple[TileDevice, ...]:
+    """Logarithms evenly drawn: 0.2-20 TFLOP/s, 1-30 MB/s up, 5-300 MB/s down, each independent of the others."""
+    chance = np.random.default_rng(seed)
+    ranges = ((2e11, 2e13), (1e6, 3e7), (5e6, 3e8))
+    flops, up, down = (np.exp(chance.uniform(np.log(low), np.log(high), num_devices)) for low, high in ranges)
+    return _devices(flops, up, down)
+
+
+def _devices(flops: np.ndarray, up: np.ndarray, down: np.ndarray) -> tuple[TileDevice, ...]:
+    width = len(str(len(flops)))
+    return tuple(
+        TileDevice(
+            id=WorkerId(f"device-{i:0{width}d}"),
+            down_bytes_per_s=float(down[i]),
+            up_bytes_per_s=float(up[i]),
+            s_per_flop=float(1 / flops[i]),
+        )
+        for i in range(len(flops))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What is assumed of one batch."""
+
+    options: Options = Options(may_keep_weights=False, may_split_inner=False, num_tiles=0)
+    head: Head = Head()
+    wire_bytes: float = 2.0  # for each element, both ways
+    joins_inputs: bool = False  # queries, keys and values as one product, whose input is sent once
+
+
+published = Terms()
+variants: Mapping[str, Terms] = {
+    "published": published,
+    "4 tiles a device": replace(published, options=replace(published.options, num_tiles=4)),
+    "queries, keys and values share their input": replace(published, joins_inputs=True),
+    "inner split": replace(published, options=replace(published.options, may_split_inner=True)),
+    "int8 on the wire": replace(published, wire_bytes=1.0),
+    "8 micro-batches": replace(published, options=replace(published.options, num_micro_batches=8)),
+    "8 micro-batches, weights kept": replace(
+        published, options=replace(published.options, num_micro_batches=8, may_keep_weights=True)
+    ),
+    "coordinator of 100 Gbit/s": replace(
+        published, head=Head(egress_bytes_per_s=100 * gbit, ingress_bytes_per_s=100 * gbit)
+    ),
+    "coordinator of 25 Gbit/s": replace(
+        published, head=Head(egress_bytes_per_s=25 * gbit, ingress_bytes_per_s=25 * gbit)
+    ),
+    "all, unlimited coordinator": Terms(options=Options(), wire_bytes=1.0, joins_inputs=True),
+    "all, coordinator of 100 Gbit/s": Terms(
+        options=Options(),
+        head=Head(egress_bytes_per_s=100 * gbit, ingress_bytes_per_s=100 * gbit),
+        wire_bytes=1.0,
+        joins_inputs=True,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One optimizer step. Means over the devices, and over the time."""
+
+    seconds: float
+    down_bytes_per_device: float
+    up_bytes_per_device: float
+    egress_bytes_per_s: float
+    ingress_bytes_per_s: float
+    num_devices_used: int  # of the product that uses most
+    bindings: Mapping[str, float]  # the share of the time that each resource binds
+
+
+def plan_batch(devices: Sequence[TileDevice], terms: Terms = published) -> Batch:
+    """Every linear product of every layer, one after the other."""
+    plans = {product: cheapest(product, devices, terms.head, terms.options) for product in set(_products(terms))}
+    every = [plans[product] for product in _products(terms)]
+    num = terms.options.num_micro_batches
+    seconds = num_layers * sum(plan.step_s for plan in every)
+    down = num_layers * sum(plan.first_down_bytes + (num - 1) * plan.later_down_bytes for plan in every)
+    up = num_layers * num * sum(plan.up_bytes for plan in every)
+    shares: dict[str, float] = {}
+    for plan in every:
+        shares[_binding(plan)] = shares.get(_binding(plan), 0.0) + num_layers * plan.step_s / seconds
+    return Batch(
+        seconds=seconds,
+        down_bytes_per_device=down / len(devices),
+        up_bytes_per_device=up / len(devices),
+        egress_bytes_per_s=down / seconds,
+        ingress_bytes_per_s=up / seconds,
+        num_devices_used=max(len(plan.loads) for plan in every),
+        bindings=shares,
+    )
+
+
+def a100_s() -> float:
+    """The same products on one A100 at 40 % of its 312 TFLOP/s."""
+    return num_layers * sum(product.flops for product in _products(published)) / a100_flops
+
+
+def _binding(plan: Plan) -> str:
+    """The coordinator's egress or ingress, the head, or what binds most of the devices."""
+    return plan.slowest if plan.slowest != "devices" else plan.bindings.most_common(1)[0][0]
+
+
+def _products(terms: Terms) -> list[Product]:
+    """Of one layer and micro-batch."""
+    tokens, d, f = num_tokens // terms.options.num_micro_batches, hidden_dim, ff_dim
+    linears = [(d, 3 * d), (d, d)] if terms.joins_inputs else [(d, d)] * 4
+    found: list[Product] = []
+    for into, out in [*linears, (d, f), (f, d)]:
+        sizes: list[tuple[Pass, int, int, int]] = [
+            ("forward", tokens, into, out),
+            ("input_gradient", tokens, out, into),
+            ("weight_gradient", into, tokens, out),
+        ]
+        found += [
+            Product(m=m, n=n, q=q, kind=kind, down_bytes=terms.wire_bytes, up_bytes=terms.wire_bytes, held_bytes=2.0)
+            for kind, m, n, q in sizes
+        ]
+    return found
