@@ -115,7 +115,9 @@ def native(product: Product, devices: Sequence[TileDevice], head: Head, options:
     )
 
 
-def product_plane(product: Product, options: Options, *, inner: int, keeps: bool = False, kept_for: float = 1.0) -> Plane:
+def product_plane(
+    product: Product, options: Options, *, inner: int, keeps: bool = False, kept_for: float = 1.0
+) -> Plane:
     """The plane of C for `inner` of n. `keeps`: columns of B stay; their bytes count as those of one of `kept_for`."""
     return Plane(
         rows=product.m,
@@ -177,15 +179,11 @@ class _Layer:
         if found is None:
             return None
         added_s = self.head.add_s_per_element * (parts - 1) * self.product.m * self.product.q
-        return _Way(
-            num_inner_parts=parts, kept_for=kept_for, seconds=max(found.seconds, added_s), selection=found
-        )
+        return _Way(num_inner_parts=parts, kept_for=kept_for, seconds=max(found.seconds, added_s), selection=found)
 
     def _demand(self, rates: Rates, *, inner: int, kept_for: float) -> Demand:
         """`kept_for` as in `_Way`."""
-        plane = product_plane(
-            self.product, self.options, inner=inner, keeps=kept_for > 0, kept_for=max(kept_for, 1.0)
-        )
+        plane = product_plane(self.product, self.options, inner=inner, keeps=kept_for > 0, kept_for=max(kept_for, 1.0))
         return Demand(plane, rates, serial=1.0 / self.options.num_tiles if self.options.num_tiles else 0.0)
 
     def lay_out(self, way: _Way) -> Plan | None:
@@ -233,9 +231,7 @@ class _Layer:
         groups: list[tuple[Ints, Ints]] = []
         for hand in range(count):
             members = chosen[hands == hand]
-            demand = self._demand(
-                self.rates.take(members), inner=-(-self.product.n // count), kept_for=way.kept_for
-            )
+            demand = self._demand(self.rates.take(members), inner=-(-self.product.n // count), kept_for=way.kept_for)
             if self.head.counts_sides:
                 demand.most_down_bytes = _most_stretch * down_bytes[hands == hand]
             rectangles = tile_plane(demand, way.seconds)
@@ -252,9 +248,7 @@ class _Layer:
         starts = np.cumsum(depths) - depths
         return [
             Part(
-                demand=self._demand(
-                    self.rates.take(members), inner=int(depth), kept_for=min(way.kept_for, 1.0)
-                ),
+                demand=self._demand(self.rates.take(members), inner=int(depth), kept_for=min(way.kept_for, 1.0)),
                 members=members,
                 rectangles=rectangles,
                 k0=int(start),

@@ -11,17 +11,18 @@ from dataclasses import replace
 
 import numpy as np
 
+from potluck.planner.tiles.choose import product_plane
 from potluck.planner.tiles.device import Ints, Rates, TileDevice, rates_of
 from potluck.planner.tiles.plan import Plan, Tile
 from potluck.planner.tiles.plane import Demand
 from potluck.planner.tiles.pricing import Part, tiles_of
-from potluck.planner.tiles.choose import product_plane
 from potluck.planner.tiles.strips import quick_rectangles
 from potluck.planner.tiles.verify import tiling_fault
 from potluck.types.ids import WorkerId
 
 _most_helpers = 96
 """Survivors that share one orphan."""
+
 
 def replan_orphans(
     plan: Plan, lost: Collection[WorkerId], survivors: Sequence[TileDevice], finished: Collection[Tile]

@@ -100,7 +100,7 @@ def tiles_of(parts: Sequence[Part], devices: Sequence[TileDevice], num_tiles: in
     every, finish_s = np.concatenate([c[0] for c in columns]), np.concatenate([c[1] for c in columns])
     order = np.argsort(every[:, 7], kind="stable")
     every, finish_s = every[order], finish_s[order]
-    ids = [devices[i].id for i in every[:, 0]]
+    ids = [devices[i].id for i in every[:, 0].tolist()]
     return tuple(map(Tile, ids, *every[:, 1:7].T.tolist(), finish_s.tolist()))
 
 
@@ -112,9 +112,15 @@ def loads_of(parts: Sequence[Part], devices: Sequence[TileDevice], seconds: Floa
         own = part.demand.take(part.rectangles[:, 0])
         down_s, compute_s, up_s = own.parts_s(part.rows, part.cols)
         plane = part.demand.plane
-        columns = (plane.down_bytes(part.rows, part.cols), plane.up_bytes(part.rows, part.cols), down_s, up_s, compute_s)
+        columns = (
+            plane.down_bytes(part.rows, part.cols),
+            plane.up_bytes(part.rows, part.cols),
+            down_s,
+            up_s,
+            compute_s,
+        )
         finish_s = seconds[at : at + len(down_s)]
         at += len(down_s)
-        ids = [devices[part.members[i]].id for i in part.rectangles[:, 0]]
+        ids = [devices[i].id for i in part.members[part.rectangles[:, 0]].tolist()]
         found |= dict(zip(ids, map(Load, *(c.tolist() for c in columns), finish_s.tolist()), strict=True))
     return found

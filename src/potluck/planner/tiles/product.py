@@ -66,4 +66,6 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1 or self.num_kept_products < 1 or self.num_tiles < 0 or self.least_side < 1:
-            raise ValueError("num_micro_batches, num_kept_products and least_side are 1 or more, and num_tiles 0 or more")
+            raise ValueError(
+                "num_micro_batches, num_kept_products and least_side are 1 or more, and num_tiles 0 or more"
+            )

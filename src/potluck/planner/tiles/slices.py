@@ -172,7 +172,7 @@ def _place(
     *,
     whole: bool = False,
 ) -> None:
-    """Boxes (row0, row1, col0, col1) of the devices by areas, or by the cuts' own shares; at whole numbers if `whole`."""
+    """Boxes (row0, row1, col0, col1) by areas, or else the cuts' own shares; at whole numbers if `whole`."""
     if length == 1:
         boxes[first] = box
         return
