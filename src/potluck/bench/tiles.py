@@ -32,19 +32,19 @@ least_side = 64
 options = Options(may_keep_weights=False, may_split_inner=False, num_tiles=0, least_side=least_side)
 
 
-def bench_product(m: int, n: int, q: int) -> Product:
-    return Product(m=m, n=n, q=q, kind="weight_gradient", down_bytes=2.0, up_bytes=2.0, held_bytes=2.0)
+def product_of(m: int, n: int, q: int) -> Product:
+    return Product(m=m, n=n, q=q, down_bytes=2.0, up_bytes=2.0, held_bytes=2.0)
 
 
 products: dict[str, Product] = {
-    "13b forward": bench_product(num_tokens, 5120, 20480),
-    "13b input gradient": bench_product(num_tokens, 20480, 5120),
-    "13b weight gradient": bench_product(5120, num_tokens, 20480),
-    "13b square forward": bench_product(num_tokens, 5120, 5120),
-    "13b square weight gradient": bench_product(5120, num_tokens, 5120),
-    "124m forward": bench_product(num_tokens, 768, 3072),
-    "124m input gradient": bench_product(num_tokens, 3072, 768),
-    "124m weight gradient": bench_product(768, num_tokens, 3072),
+    "13b forward": product_of(num_tokens, 5120, 20480),
+    "13b input gradient": product_of(num_tokens, 20480, 5120),
+    "13b weight gradient": product_of(5120, num_tokens, 20480),
+    "13b square forward": product_of(num_tokens, 5120, 5120),
+    "13b square weight gradient": product_of(5120, num_tokens, 5120),
+    "124m forward": product_of(num_tokens, 768, 3072),
+    "124m input gradient": product_of(num_tokens, 3072, 768),
+    "124m weight gradient": product_of(768, num_tokens, 3072),
 }
 fleets: dict[str, Callable[..., tuple[TileDevice, ...]]] = {
     "published": published_devices,

@@ -30,8 +30,10 @@ from potluck.planner.tiles.verify import verify
 _most_inner_parts = 512
 _least_inner = 64
 """Columns of A below which the inner dimension is not split further."""
-_most_stretch = 1.05
-"""Bytes of a rectangle by those of its best shape, where the coordinator's link or the head's checks count."""
+_most_stretch = 1.25
+"""Bytes of a rectangle by those of its best shape, where a device's own link would allow more."""
+_most_stretch_shared = 1.05
+"""The same where bytes or sides cost the coordinator's link or the head any time."""
 _worth_a_look = 1.2
 """Alternatives whose estimate is within this factor of the best are laid out and priced."""
 
@@ -232,8 +234,8 @@ class _Layer:
         for hand in range(count):
             members = chosen[hands == hand]
             demand = self._demand(self.rates.take(members), inner=-(-self.product.n // count), kept_for=way.kept_for)
-            if self.head.counts_sides:
-                demand.most_down_bytes = _most_stretch * down_bytes[hands == hand]
+            stretch = _most_stretch_shared if self.head.counts_sides else _most_stretch
+            demand.most_down_bytes = stretch * down_bytes[hands == hand]
             rectangles = tile_plane(demand, way.seconds)
             if rectangles is None:
                 return []
