@@ -56,13 +56,15 @@ def test_fusion_pays_where_the_inner_results_are_wide() -> None:
     plan = cheapest_mlp(Mlp(num_tokens=16384, hidden_dim=1024, ff_dim=16384, down_bytes=2, up_bytes=2), devices)
     assert plan.fused is not None and plan.fused_s < 0.6 * plan.apart_s
     assert tiling_fault(boxes_of(plan.fused.tiles), (0, 16384, 0, 16384, 0, 1024)) == ""
-    narrow = cheapest_mlp(Mlp(num_tokens=16384, hidden_dim=4096, ff_dim=64, down_bytes=2, up_bytes=2), devices)
-    assert narrow.fused is None and len(narrow.products) == 2
+    few_tokens = Mlp(num_tokens=256, hidden_dim=4096, ff_dim=4096, down_bytes=2, up_bytes=2)
+    slow = tuple(replace(device, up_bytes_per_s=device.up_bytes_per_s / 30) for device in devices)
+    plan = cheapest_mlp(few_tokens, slow)  # every device would return whole rows of the result
+    assert plan.fused is None and len(plan.products) == 2
 
 
 def test_staying_pays_on_symmetric_links_and_not_on_slow_uplinks() -> None:
-    linear = Linear(num_tokens=16384, in_dim=2048, out_dim=8192, down_bytes=2, up_bytes=2, held_bytes=2)
-    asymmetric = published_devices(64, seed=0)
+    linear = Linear(num_tokens=4096, in_dim=1024, out_dim=4096, down_bytes=2, up_bytes=2, held_bytes=2)
+    asymmetric = published_devices(24, seed=0)
     symmetric = tuple(replace(device, up_bytes_per_s=device.down_bytes_per_s) for device in asymmetric)
     options = Options(num_micro_batches=8)
     assert cheapest_linear(linear, symmetric, options=options).stay is not None

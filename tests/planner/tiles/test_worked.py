@@ -42,7 +42,7 @@ def test_the_bound_of_more_devices(num: int, seconds: float) -> None:
 
 
 def test_each_change_goes_its_way() -> None:
-    devices = published_devices(64, seed=2)
+    devices = published_devices(40, seed=2)
     seconds = {name: plan_batch(devices, variants[name]).seconds for name in (
         "published", "4 tiles a device", "inner split", "int8 on the wire", "queries, keys and values share their input",
         "coordinator of 25 Gbit/s",

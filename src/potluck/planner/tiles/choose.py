@@ -28,6 +28,8 @@ from potluck.planner.tiles.tiling import slowest_s, tile_plane
 from potluck.planner.tiles.verify import verify
 
 _most_inner_parts = 512
+_most_rounds = 64
+"""Rectangles that one device does one after the other, where its memory allows none large enough."""
 _least_inner = 64
 """Columns of A below which the inner dimension is not split further."""
 _most_stretch = 1.25
@@ -60,8 +62,12 @@ def cheapest(
     if not devices:
         return native(product, devices, head, options, "there is no device")
     rates = rates_of(devices, num_tiles=options.num_tiles)
-    layer = _Layer(product, devices, rates, head, options)
-    plans = [plan for way in layer.ways() if (plan := layer.lay_out(way)) is not None]
+    plans: list[Plan] = []
+    num_rounds = 1
+    while not plans and num_rounds <= _most_rounds:
+        layer = _Layer(product, devices, rates, head, options, num_rounds)
+        plans = [plan for way in layer.ways() if (plan := layer.lay_out(way)) is not None]
+        num_rounds *= 4
     if not plans:
         return native(product, devices, head, options, "no device has the memory for a tile of it")
     best = pick(plans, next((plan for plan in plans if plan.method == "plain"), None))
@@ -138,12 +144,20 @@ def product_plane(
 
 
 class _Layer:
-    """A product before a fleet."""
+    """A product before a fleet, of which each device does up to `num_rounds` rectangles one after the other."""
 
     def __init__(
-        self, product: Product, devices: Sequence[TileDevice], rates: Rates, head: Head, options: Options
+        self,
+        product: Product,
+        devices: Sequence[TileDevice],
+        rates: Rates,
+        head: Head,
+        options: Options,
+        num_rounds: int,
     ) -> None:
-        self.product, self.devices, self.rates = product, devices, rates
+        self.product, self.devices, self.num_rounds = product, devices, num_rounds
+        self.rates = rates.in_turns(num_rounds)
+        self.lower_bound_s = lower_bound_s(product, rates)
         self.head, self.options = head, options
 
     def ways(self) -> list[_Way]:
@@ -204,13 +218,13 @@ class _Layer:
             product=self.product,
             options=self.options,
             devices=tuple(self.devices),
-            tiles=tiles_of(parts, self.devices, num_tiles),
-            loads=loads_of(parts, self.devices, first.seconds),
+            tiles=tiles_of(parts, self.devices, num_tiles, self.num_rounds),
+            loads=loads_of(parts, self.devices, first.seconds, self.num_rounds),
             num_inner_parts=way.num_inner_parts,
             keeps_weights=way.keeps_weights,
             first_s=first.most_s,
             later_s=later.most_s,
-            lower_bound_s=lower_bound_s(self.product, self.rates),
+            lower_bound_s=self.lower_bound_s,
             first_down_bytes=first.shared.down_bytes,
             later_down_bytes=later.shared.down_bytes,
             up_bytes=first.shared.up_bytes,
