@@ -37,8 +37,9 @@ def test_seconds_of_a_rectangle_by_hand() -> None:
 def test_the_highest_rectangle_takes_all_the_time(serial: float) -> None:
     chance = np.random.default_rng(1)
     fleet = Rates(
-        down=np.exp(chance.uniform(3, 7, 50)), up=np.exp(chance.uniform(3, 7, 50)), s_per_flop=np.exp(chance.uniform(-9, -5, 50)),
-        fixed_s=chance.uniform(0, 1, 50), memory=np.full(50, np.inf), num_in_flight=np.full(50, 2),
+        down=np.exp(chance.uniform(3, 7, 50)), up=np.exp(chance.uniform(3, 7, 50)),
+        s_per_flop=np.exp(chance.uniform(-9, -5, 50)), fixed_s=chance.uniform(0, 1, 50),
+        memory=np.full(50, np.inf), num_in_flight=np.full(50, 2),
     )  # fmt: skip
     whole = Plane(
         rows=1000, cols=1000, down_row=3, down_col=5, down_area=0.1, up_row=1, up_col=2, up_area=0.5, flops_area=7

@@ -102,7 +102,7 @@ class Plan:
         return self.first_down_bytes + (num - 1) * self.later_down_bytes + num * self.up_bytes
 
     def phases(self, worker: WorkerId) -> Phases:
-        """What a device does in the first micro-batch, for `cost.energy_j`. Of what overlaps, work counts before sending."""
+        """Of a device in the first micro-batch, for `cost.energy_j`. Of what overlaps, work counts before sending."""
         load = self.loads.get(worker)
         if load is None:
             return Phases(wait_s=self.first_s)
