@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from potluck.planner.tiles.bound import lower_bound_s
-from potluck.planner.tiles.device import rates_of
+from potluck.planner.tiles.device import Head, rates_of
 from potluck.planner.tiles.product import Product
 from potluck.planner.tiles.worked import (
     a100_s,
@@ -42,12 +44,13 @@ def test_the_bound_of_more_devices(num: int, seconds: float) -> None:
 
 
 def test_each_change_goes_its_way() -> None:
-    devices = published_devices(40, seed=2)
+    devices = published_devices(16, seed=2)
     shared = "queries, keys and values share their input"
-    names = ("published", "4 tiles a device", "inner split", "int8 on the wire", shared, "coordinator of 25 Gbit/s")
+    names = ("published", "4 tiles a device", "inner split", "int8 on the wire", shared)
     seconds = {name: plan_batch(devices, variants[name]).seconds for name in names}
     base = seconds.pop("published")
     assert seconds["int8 on the wire"] == pytest.approx(base / 2, rel=0.02)
-    assert seconds["inner split"] < 0.8 * base and seconds[shared] < 0.95 * base
+    assert seconds["inner split"] < 0.9 * base and seconds[shared] < 0.95 * base
     assert base < seconds["4 tiles a device"] < 1.15 * base
-    assert seconds["coordinator of 25 Gbit/s"] > base
+    narrow = plan_batch(devices, replace(published, head=Head(egress_bytes_per_s=3e8)))
+    assert narrow.seconds > 1.5 * base and narrow.egress_bytes_per_s <= 3e8 and narrow.bindings["egress"] > 0
