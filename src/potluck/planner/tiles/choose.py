@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from potluck.planner.tiles.bound import Selection, lower_bound_s, select
-from potluck.planner.tiles.device import Head, Ints, Rates, TileDevice, rates_of
+from potluck.planner.tiles.bound import Selection, lower_bound_s, select, shared_times
+from potluck.planner.tiles.device import Floats, Head, Ints, Rates, TileDevice, rates_of
 from potluck.planner.tiles.plan import Plan
 from potluck.planner.tiles.plane import Demand, Plane
 from potluck.planner.tiles.pricing import Part, loads_of, price, tiles_of
 from potluck.planner.tiles.product import Options, Product
-from potluck.planner.tiles.tiling import slowest_s, tile_plane
+from potluck.planner.tiles.tiling import most_sliced, sides, slowest_s, tile_plane
 from potluck.planner.tiles.verify import verify
 
 _most_inner_parts = 512
@@ -248,9 +248,7 @@ class _Layer:
         for hand in range(count):
             members = chosen[hands == hand]
             demand = self._demand(self.rates.take(members), inner=-(-self.product.n // count), kept_for=way.kept_for)
-            stretch = _most_stretch_shared if self.head.counts_sides else _most_stretch
-            demand.most_down_bytes = stretch * down_bytes[hands == hand]
-            rectangles = tile_plane(demand, way.seconds)
+            rectangles = self._tiled(demand, way, down_bytes[hands == hand])
             if rectangles is None:
                 return []
             groups.append((members, rectangles))
@@ -259,6 +257,26 @@ class _Layer:
             equal = np.full(count, self.product.n // count) + (np.arange(count) < self.product.n % count)
             parts = self._with_depths(way, groups, equal)
         return parts
+
+    def _tiled(self, demand: Demand, way: _Way, down_bytes: Floats) -> Ints | None:
+        """Rectangles for a part of n, of which `down_bytes` would be the fewest for each device.
+
+        A few devices fit together in shapes far from those, so for them bounding bytes may cost more than it saves.
+        """
+        free = tile_plane(demand, way.seconds) if len(demand) <= most_sliced else None
+        if free is not None and not self.head.counts_sides:
+            return free
+        stretch = _most_stretch_shared if self.head.counts_sides else _most_stretch
+        demand.most_down_bytes = stretch * down_bytes
+        bound = tile_plane(demand, way.seconds)
+        if free is None or bound is None:
+            return bound if free is None else free
+
+        def end_s(rectangles: Ints) -> float:
+            shared = shared_times(demand.plane, self.head, *sides(rectangles))
+            return max(slowest_s(demand, rectangles), way.num_inner_parts * shared.most_s)
+
+        return min(free, bound, key=end_s)
 
     def _with_depths(self, way: _Way, groups: Sequence[tuple[Ints, Ints]], depths: Ints) -> list[Part]:
         starts = np.cumsum(depths) - depths

@@ -39,7 +39,7 @@ def tile_plane(demand: Demand, start_s: float) -> Ints | None:
 
 def demand_fits(demand: Demand, tiles: Ints) -> bool:
     """Whether every device has the memory for its rectangle."""
-    return demand.take(tiles[:, 0]).fits(*_sides(tiles))
+    return demand.take(tiles[:, 0]).fits(*sides(tiles))
 
 
 def stripped(demand: Demand, start_s: float) -> Ints | None:
@@ -75,10 +75,10 @@ def slowest_s(demand: Demand, tiles: Ints) -> float:
 
 def tile_seconds(demand: Demand, tiles: Ints) -> Floats:
     """Seconds of each rectangle. [num_tiles]"""
-    return demand.take(tiles[:, 0]).seconds(*_sides(tiles))
+    return demand.take(tiles[:, 0]).seconds(*sides(tiles))
 
 
-def _sides(tiles: Ints) -> tuple[Floats, Floats]:
+def sides(tiles: Ints) -> tuple[Floats, Floats]:
     """Rows and columns of each. [num_tiles]"""
     return (tiles[:, 2] - tiles[:, 1]).astype(np.float64), (tiles[:, 4] - tiles[:, 3]).astype(np.float64)
 
