@@ -9,6 +9,7 @@ hours pass in milliseconds and the same program gives the same trace each time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 import time
 from collections.abc import Callable, Coroutine
@@ -107,9 +108,14 @@ class VirtualClock:
 
     def __init__(self, epoch: float = 1_700_000_000.0) -> None:
         self.epoch = epoch
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        """Also in a thread whose work the loop waits for."""
+        with contextlib.suppress(RuntimeError):
+            self._loop = asyncio.get_running_loop()
+        assert self._loop is not None, "the clock has never been asked on its loop"
+        return self._loop.time()
 
     def time(self) -> float:
         return self.epoch + self.now()

@@ -37,6 +37,7 @@ from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
+from potluck.strategies.sub_gemm.strategy import SubGEMM, SubGEMMConfig
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
 from potluck.transport.memory import Link
 from potluck.types.errors import PotluckError, RunStopped
@@ -255,8 +256,8 @@ class _Play:
         if self.witness.counted != calm.witness.counted:
             return None
         for name, values in calm.witness.values.items():
-            if not torch.equal(values, got := self.witness.values[name]):
-                difference = (values - got).abs().max().item()
+            difference = (values - self.witness.values[name]).abs().max().item()
+            if difference > 10 * self.witness.tolerance:
                 return f"the same work counted as without faults, and {name} differs by {difference:.2e} at the end"
         return None
 
@@ -264,7 +265,8 @@ class _Play:
         own_tasks(asyncio.get_running_loop())
         case, problem = self.case, self._problem()
         plan = problem.plan(self._strategy())
-        self.witness = Witness(problem.num_shards * problem.sequences_per_shard, problem.seq_len)
+        alone = SubGEMM(SubGEMMConfig()) if case.strategy == "sub_gemm" else None
+        self.witness = Witness(problem.num_shards * problem.sequences_per_shard, problem.seq_len, alone=alone)
         self.world = world = World(
             plan, problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor, fate=self.chaos
         )
@@ -308,6 +310,8 @@ class _Play:
     def _strategy(self) -> Strategy:
         if self.case.strategy == "sync_sgd":
             return SyncSGD(SyncSGDConfig())
+        if self.case.strategy == "sub_gemm":
+            return SubGEMM(SubGEMMConfig(head_computes=self.case.seed % 6 == 0, least_side=4))
         return DiLoCo(DiLoCoConfig(num_inner_steps=self.case.num_inner_steps, outer_momentum=0.6))
 
     # Watching
