@@ -91,7 +91,7 @@ class RealRun:
         self.wait(lambda: len(self.events("listening")) > num_before, "coordinator that listens")
         return float(self.events("listening")[-1]["time"])
 
-    def join(self, name: str, *, up: Way | None = None, down: Way | None = None) -> None:
+    def join(self, name: str, *, up: Way | None = None, down: Way | None = None, **environment: str) -> None:
         """Start a worker, or start it again with what it left. Its wire is made the first time."""
         line, state = self.folder / f"{name}.line", self.folder / name
         if name not in self.wires:
@@ -105,12 +105,14 @@ class RealRun:
             (state / "speeds.json").write_bytes(self.speeds)
         command = ["join", str(line), "--state", str(state), "--name", name, "--threads", "1"]
         command += ["--allow-strategy", paced.__file__]
-        self.workers[name] = self._begin(command, name, self.folder / f"{name}.log")
+        self.workers[name] = self._begin(command, name, self.folder / f"{name}.log", **environment)
 
-    def join_all(self, *names: str, up: Callable[[], Way] = Way, down: Callable[[], Way] = Way) -> None:
+    def join_all(
+        self, *names: str, up: Callable[[], Way] = Way, down: Callable[[], Way] = Way, **environment: str
+    ) -> None:
         """The first one alone until it has measured this machine, then the others."""
         for number, name in enumerate(names):
-            self.join(name, up=up(), down=down())
+            self.join(name, up=up(), down=down(), **environment)
             if not self.speeds:
                 self.wait(lambda n=number: len(self.events("joined")) > n, f"joining of {name}")
                 self.speeds = (self.folder / name / "speeds.json").read_bytes()

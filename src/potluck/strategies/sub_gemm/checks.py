@@ -11,9 +11,10 @@ An error of the size that must be found, `least_error` rms(C), shows as s_i >= 0
 (+d, -d in one row are seen by half of the vectors). Rows that do not pass, and rows so much larger than the others
 that the bound hides such an error, are multiplied again in fp64 and compared by element:
 
-    |c - ab| <= w |ab| + u (1.2 sqrt(n) + 4) sqrt(sum_k a_k^2 b_k^2) + min(u n / 2 |ab|, least_error / 4 rms(C))
+    |c - ab| <= w |ab| + u (1.2 sqrt(n) + 4) t + min(u / 2 n sqrt(n) t, least_error / 4 rms(C)),  t^2 = sum_k a_k^2 b_k^2
 
-whose terms are the reply's rounding, sums rounded at random, and sums of equal terms, where all rounding goes one way.
+whose terms are the reply's rounding, sums of terms of any sign rounded at random, and sums whose terms have one sign for
+long, as those of real layers do: they grow far beyond C before they cancel, or all of their rounding goes one way.
 No more than 1 / r^2 of the rows are r times larger than the rest, so an honest tile seldom costs more than the vectors.
 The operands are those that the device got: after rounding to the wire's type.
 
@@ -132,8 +133,9 @@ class _Tile:
             squares.addmm_(a.square(), b.square())
         sizes = exact.abs()
         limits = self.reply.unit * (1 + 2 * self.reply.unit) * sizes + self.floor
-        limits += fp32_unit * (1.2 * math.sqrt(self.n) + 4) * squares.double().sqrt()
-        limits += (fp32_unit * self.n / 2 * sizes).clamp_(max=self.reply.least_error / 4 * self.rms)
+        terms = squares.double().sqrt_()
+        limits += fp32_unit * (1.2 * math.sqrt(self.n) + 4) * terms
+        limits += (fp32_unit * self.n**1.5 / 2 * terms).clamp_(max=self.reply.least_error / 4 * self.rms)
         errors = self.c[taken].double().sub_(exact).abs_()
         over = errors - limits
         worst = int(over.argmax())

@@ -98,6 +98,7 @@ class StepLog:
     kinds: dict[ProductKind, KindLog] = field(default_factory=dict[ProductKind, KindLog])
     tally: Tally = field(default_factory=Tally)
     num_plans: int = 0
+    checks_s: float = 0.0  # of the head, in a thread beside the products
 
     def metrics(self) -> dict[str, float]:
         """For the strategy's metrics: numbers by name."""
@@ -110,6 +111,8 @@ class StepLog:
             **whole,
             **ratios,
             "offloaded_s": observed_s,
+            **{f"offloaded_s_{kind}": log.observed_s for kind, log in kinds.items()},
+            "checks_s": self.checks_s,
             "native_s": sum(log.native_s for log in self.kinds.values()),
             "num_products_offloaded": sum(log.num_offloaded for log in self.kinds.values()),
             "num_products_native": sum(log.num_native for log in self.kinds.values()),
@@ -200,7 +203,12 @@ class SpreadMultiplier:
         )
 
     def _check_by_vectors(self, a: Tensor, b: Tensor, c: Tensor, generator: torch.Generator) -> None:
-        check_tile(a, b, c, wire=self._config.wire, generator=generator)
+        assert self._desk is not None, "begin_step comes first"
+        began_at = self._desk.now()
+        try:
+            check_tile(a, b, c, wire=self._config.wire, generator=generator)
+        finally:
+            self.log.checks_s += self._desk.now() - began_at
 
     # Plans
 
