@@ -197,11 +197,11 @@ def real_run(folder: Path, loop: WireLoop, *, start: Start = start_command, spee
         made.close()
 
 
-def tiny_recipe(name: str, data: str = 'shared = "texts"', **sections: str) -> str:
+def tiny_recipe(name: str, source: str = 'shared = "texts"', /, **sections: str) -> str:
     """The recipe of a run of seconds. `sections` replace whole sections by name; an empty one leaves it out."""
     parts = {
         "model": 'config = { model_type = "gpt2", n_layer = 2, n_embd = 32, n_head = 2, n_positions = 32 }',
-        "data": f'{data}\ntokenizer = {{ train = "bpe", vocab_size = 300 }}\nseq_len = 32\nvalidation = 0.1',
+        "data": f'{source}\ntokenizer = {{ train = "bpe", vocab_size = 300 }}\nseq_len = 32\nvalidation = 0.1',
         "budget": "rounds = 4",
         "strategy": 'name = "diloco"\nnum_inner_steps = 5\nouter_momentum = 0.6\n'
         "inner = { lr = 5e-3, batch_size = 4, warmup = 0.0 }",
