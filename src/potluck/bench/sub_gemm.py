@@ -242,7 +242,7 @@ def caching(bench: _Bench, num_steps: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     means: dict[bool, dict[str, float]] = {}
     for keeps in (False, True):
-        text = recipe(model=_wide(256), batch_size=1, accumulation=4, keep_weights=keeps)
+        text = recipe(model=_wide(384, num_layers=1), batch_size=1, accumulation=4, num_tiles=2, keep_weights=keeps)
         with bench.running(text, is_throttled=True) as run:
             steps = measured(run, num_steps)
             names = ("step_s", "offloaded_s", "tiles_down_bytes", "tiles_up_bytes")

@@ -296,7 +296,7 @@ class Spreader:
                 self._over(flight)
                 self._lose(flight, reason, now)
                 if not reply.declined:
-                    self._roster.failed(member, reason, now)
+                    self._roster.failed(member, why, now)
                     self.refused(member.id, reason)
                 return
             try:
@@ -305,7 +305,7 @@ class Spreader:
                 reason = f"{member.id} sent a result of {flight.piece.task} that was refused: {error}"
                 self._over(flight)
                 self._lose(flight, reason, now)
-                self._roster.refused(member, reason, now)
+                self._roster.refused(member, str(error), now)
                 self.refused(member.id, reason)
                 return
             except Exception as error:
