@@ -116,7 +116,9 @@ def round_line(event: Event, bytes_up: int, bytes_down: int) -> str:
     detail = event.detail
     reported = ", ".join(detail["workers"])
     moved = f"{format_bytes(bytes_up)} up, {format_bytes(bytes_down)} down"
-    return f"round {detail['round']:>3}  loss {detail['loss']:.4f}  {reported}  {moved}  {detail['seconds']:.1f} s"
+    ratio = detail.get("figures", {}).get("predicted_over_observed")
+    predicted = f"  predicted/observed {ratio:.2f}" if ratio else ""
+    return f"round {detail['round']:>3}  loss {detail['loss']:.4f}  {reported}  {moved}  {detail['seconds']:.1f} s{predicted}"
 
 
 class View:

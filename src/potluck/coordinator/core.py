@@ -22,6 +22,7 @@ from potluck.coordinator.kit import Kit
 from potluck.coordinator.past import Past
 from potluck.coordinator.plan import Plan
 from potluck.coordinator.uploads import Uploads
+from potluck.fleet.head import HEAD
 from potluck.fleet.intake import Intake
 from potluck.fleet.live import LiveFleet
 from potluck.fleet.roster import Roster
@@ -262,14 +263,14 @@ class Coordinator:
             return await self._commit(state, proposed)
 
     async def _commit(self, state: State, proposed: State) -> State:
-        accepted, cut_short = self.fleet.accepted(), self.fleet.cut_short()
+        accepted, cut_short, reported = self.fleet.accepted(), self.fleet.cut_short(), dict(self.fleet.figures)
         figures = await self._figures(state, proposed)
         self._watch.judge(figures)
         proposed = replace(proposed, seconds=state.seconds + self.clock.now() - self._begun_at)
         deal = self.fleet.settle_data(committed=True)
         row = CommitRow(
             round=state.round, attempt=self._attempt, state=proposed.to_json(), deal=deal, accepted=accepted,
-            metrics={**self.fleet.figures, "loss": figures.loss, "step_norm": figures.step_norm},
+            metrics={**reported, "loss": figures.loss, "step_norm": figures.step_norm},
         )  # fmt: skip
         await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())
         self.fleet.end(committed=True)
@@ -277,8 +278,7 @@ class Coordinator:
         self._watch.commit(figures)
         self._num_discarded = 0
         self._given.committed(accepted)
-        reported = dict(self.fleet.figures)
-        names = sorted({r.worker for r in accepted})
+        names = sorted({r.worker for r in accepted} - {HEAD}) or [HEAD]
         seconds = self.clock.now() - self._begun_at
         left = "".join(f"  {worker} cut short by {steps} steps" for worker, steps in sorted(cut_short.items()))
         self.tell(

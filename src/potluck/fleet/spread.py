@@ -46,6 +46,10 @@ least_heard_bytes = 1 << 16
 MAX_ERROR_LENGTH = 300
 
 
+def most_reply_bytes(piece: Piece) -> int:
+    return piece.memory_bytes + head_room_bytes if piece.memory_bytes else max_reply_bytes
+
+
 @dataclass(eq=False)
 class Flight:
     """A piece in one worker's hands."""
@@ -74,10 +78,7 @@ class Lane:
     def most_bytes(self, id: int) -> int:
         """That the reply to a piece may take; 0 where nobody waits for it."""
         flight = self.flights.get(id)
-        if flight is None:
-            return 0
-        planned = flight.piece.memory_bytes
-        return planned + head_room_bytes if planned else max_reply_bytes
+        return most_reply_bytes(flight.piece) if flight is not None else 0
 
 
 @dataclass(eq=False)
@@ -297,7 +298,7 @@ class Spreader:
             self._over(flight)
             self._lose(flight, reason, now)
             if not reply.declined:
-                self._roster.failed(member, reason, now)
+                self._roster.failed(member, why, now)
                 self.refused(member.id, reason)
             return
         try:
@@ -306,7 +307,7 @@ class Spreader:
             reason = f"{member.id} sent a result of {flight.piece.task} that was refused: {error}"
             self._over(flight)
             self._lose(flight, reason, now)
-            self._roster.refused(member, reason, now)
+            self._roster.refused(member, str(error), now)
             self.refused(member.id, reason)
             return
         except Exception as error:
@@ -341,5 +342,5 @@ def _pack(tensors: Mapping[str, Tensor], wire: str) -> bytearray:
 
 
 def _take(flight: Flight, reply: PieceReply, worker: WorkerId, now: float) -> None:
-    tensors = unpack_tensors(reply.bundle, flight.lane.most_bytes(flight.id))
+    tensors = unpack_tensors(reply.bundle, most_reply_bytes(flight.piece))  # it may have been withdrawn meanwhile
     flight.play.bag.take(worker, flight.piece, tensors, now)

@@ -25,6 +25,20 @@ def test_honest_tiles_are_accepted_whatever_their_factors_and_order_of_sums(wire
                 check_tile(a, b, c, wire=wire, generator=generator)
 
 
+@pytest.mark.parametrize("n", [128, 1024, 4096])
+def test_honest_sums_that_grow_before_they_cancel_are_accepted(n: int) -> None:
+    """Half of the terms are positive, then half negative: met in the first steps of a real run."""
+    generator = chance(5)
+    signs = torch.cat([torch.ones(n // 2), -torch.ones(n // 2)])
+    a = signs * (1 + 1e-3 * torch.randn(100, n, generator=generator))
+    b = torch.rand(n, 80, generator=generator)
+    check_tile(a, b, a @ b, wire="fp32", generator=generator)
+    wrong = a @ b
+    wrong[3, 5] += 1e-3 * wrong.square().mean().sqrt()
+    with pytest.raises(InvalidUpdate, match="is not the product of its factors"):
+        check_tile(a, b, wrong, wire="fp32", generator=generator)
+
+
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("wire", WIRES)
 def test_errors_of_the_least_size_are_refused(wire: str, lie: str) -> None:

@@ -91,7 +91,7 @@ class RealRun:
         self.wait(lambda: len(self.events("listening")) > num_before, "coordinator that listens")
         return float(self.events("listening")[-1]["time"])
 
-    def join(self, name: str, *, up: Way | None = None, down: Way | None = None) -> None:
+    def join(self, name: str, *, up: Way | None = None, down: Way | None = None, **environment: str) -> None:
         """Start a worker, or start it again with what it left. Its wire is made the first time."""
         line, state = self.folder / f"{name}.line", self.folder / name
         if name not in self.wires:
@@ -105,12 +105,14 @@ class RealRun:
             (state / "speeds.json").write_bytes(self.speeds)
         command = ["join", str(line), "--state", str(state), "--name", name, "--threads", "1"]
         command += ["--allow-strategy", paced.__file__]
-        self.workers[name] = self._begin(command, name, self.folder / f"{name}.log")
+        self.workers[name] = self._begin(command, name, self.folder / f"{name}.log", **environment)
 
-    def join_all(self, *names: str, up: Callable[[], Way] = Way, down: Callable[[], Way] = Way) -> None:
+    def join_all(
+        self, *names: str, up: Callable[[], Way] = Way, down: Callable[[], Way] = Way, **environment: str
+    ) -> None:
         """The first one alone until it has measured this machine, then the others."""
         for number, name in enumerate(names):
-            self.join(name, up=up(), down=down())
+            self.join(name, up=up(), down=down(), **environment)
             if not self.speeds:
                 self.wait(lambda n=number: len(self.events("joined")) > n, f"joining of {name}")
                 self.speeds = (self.folder / name / "speeds.json").read_bytes()
@@ -195,11 +197,11 @@ def real_run(folder: Path, loop: WireLoop, *, start: Start = start_command, spee
         made.close()
 
 
-def tiny_recipe(name: str, data: str = 'shared = "texts"', **sections: str) -> str:
+def tiny_recipe(name: str, source: str = 'shared = "texts"', /, **sections: str) -> str:
     """The recipe of a run of seconds. `sections` replace whole sections by name; an empty one leaves it out."""
     parts = {
         "model": 'config = { model_type = "gpt2", n_layer = 2, n_embd = 32, n_head = 2, n_positions = 32 }',
-        "data": f'{data}\ntokenizer = {{ train = "bpe", vocab_size = 300 }}\nseq_len = 32\nvalidation = 0.1',
+        "data": f'{source}\ntokenizer = {{ train = "bpe", vocab_size = 300 }}\nseq_len = 32\nvalidation = 0.1',
         "budget": "rounds = 4",
         "strategy": 'name = "diloco"\nnum_inner_steps = 5\nouter_momentum = 0.6\n'
         "inner = { lr = 5e-3, batch_size = 4, warmup = 0.0 }",

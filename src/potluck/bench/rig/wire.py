@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-whole_bytes, packet_bytes = 1 << 16, 1 << 11
-"""What is passed on at once; less on a slow way, where connections take turns."""
+whole_bytes, packet_bytes, packet_s = 1 << 16, 1 << 11, 2e-3
+"""What is passed on at once; less on a slow way, where connections take turns: so many bytes, or seconds of it."""
 max_queued = 256
 """Pieces on their way in one connection, beyond what the system's own buffers hold."""
 look_s = 0.02
@@ -41,6 +41,11 @@ class Way:
         self.is_blocked = False  # nothing arrives and nobody is told
         self.num_bytes = 0  # that arrived
         self._free_at = 0.0
+
+    @property
+    def packet_bytes(self) -> int:
+        """That are passed on at once."""
+        return min(max(packet_bytes, round(self.bytes_per_s * packet_s)), whole_bytes) if self.bytes_per_s else whole_bytes
 
     async def carry(self, num_bytes: int) -> float:
         """Wait until the last of these bytes is on the line; when it arrives."""
@@ -124,7 +129,7 @@ class Wire:
             data = b"."
             while data and not delivering.done():
                 try:
-                    data = await reader.read(packet_bytes if way.bytes_per_s else whole_bytes)
+                    data = await reader.read(way.packet_bytes)
                 except OSError:
                     data = b""
                 await queue.put((await way.carry(len(data)), data))

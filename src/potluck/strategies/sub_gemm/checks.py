@@ -11,10 +11,12 @@ An error of the size that must be found, `least_error` rms(C), shows as s_i >= 0
 (+d, -d in one row are seen by half of the vectors). Rows that do not pass, and rows so much larger than the others
 that the bound hides such an error, are multiplied again in fp64 and compared by element:
 
-    |c - ab| <= w |ab| + u (2 sqrt(n) + 4) (sqrt(t) + |ab|) + u n / 2 |ab| (|ab|^2 / n t)^4      t = sum_k a_k^2 b_k^2
+    |c - ab| <= w |ab| + u (2 sqrt(n) + 4) (t + |ab|) + u n / 2 |ab| (|ab|^2 / n t^2)^4
+                + min(u / 2 n sqrt(n) t, least_error / 4 rms(C))                               t^2 = sum_k a_k^2 b_k^2
 
-whose terms are the reply's rounding, sums rounded at random, and sums of equal terms, where all rounding goes one way:
-|ab|^2 = n t for those, and much less for others.
+whose terms are the reply's rounding, sums rounded at random, sums of equal terms, where all rounding goes one way
+(|ab|^2 = n t^2 for those, and much less for others), and sums that grow far beyond C before they cancel, as those of
+real layers do.
 No more than 1 / r^2 of the rows are r times larger than the rest, so an honest tile seldom costs more than the vectors.
 The operands are those that the device got: after rounding to the wire's type.
 
@@ -136,7 +138,9 @@ class _Tile:
             squares.addmm_(a.square_(), b.square_())
         sizes = exact.abs()
         limits = self.reply.unit * (1 + 2 * self.reply.unit) * sizes + self.floor
-        limits += fp32_unit * (2 * math.sqrt(self.n) + 4) * squares.sqrt().add_(sizes)
+        terms = squares.sqrt()
+        limits += fp32_unit * (2 * math.sqrt(self.n) + 4) * (terms + sizes)
+        limits += (fp32_unit * self.n**1.5 / 2 * terms).clamp_(max=self.reply.least_error / 4 * self.rms)
         sameness = sizes.square().div_(squares.mul_(self.n).clamp_(min=least_square)).clamp_(max=1)
         limits += fp32_unit * self.n / 2 * sizes * sameness.pow_(4)
         errors = self.c[taken].double().sub_(exact).abs_()

@@ -31,7 +31,7 @@ from potluck.strategies.sub_gemm.checks import check_tile
 from potluck.strategies.sub_gemm.deal import Sizes
 from potluck.strategies.sub_gemm.holdings import Holdings
 from potluck.strategies.sub_gemm.pieces import Check, Terms, title
-from potluck.strategies.sub_gemm.product import Product, ProductKind
+from potluck.strategies.sub_gemm.product import Matrix, Product, ProductKind
 from potluck.strategies.sub_gemm.tally import Tally
 from potluck.strategies.sub_gemm.tile import sent_as
 from potluck.strategies.sub_gemm.tile_bag import TileBag
@@ -98,6 +98,7 @@ class StepLog:
     kinds: dict[ProductKind, KindLog] = field(default_factory=dict[ProductKind, KindLog])
     tally: Tally = field(default_factory=Tally)
     num_plans: int = 0
+    checks_s: float = 0.0  # of the head, in a thread beside the products
 
     def metrics(self) -> dict[str, float]:
         """For the strategy's metrics: numbers by name."""
@@ -110,6 +111,8 @@ class StepLog:
             **whole,
             **ratios,
             "offloaded_s": observed_s,
+            **{f"offloaded_s_{kind}": log.observed_s for kind, log in kinds.items()},
+            "checks_s": self.checks_s,
             "native_s": sum(log.native_s for log in self.kinds.values()),
             "num_products_offloaded": sum(log.num_offloaded for log in self.kinds.values()),
             "num_products_native": sum(log.num_native for log in self.kinds.values()),
@@ -154,7 +157,7 @@ class SpreadMultiplier:
             return self._native(product, plan, self._desk, kind)
         devices_s = max(load.finish_s for load in plan.loads.values())
         bag = TileBag(
-            product,
+            product if self._config.may_keep_weights else _without_weights_names(product),
             [(tile.device, Box(*tile[1:7])) for tile in plan.tiles],
             terms=self._terms,
             times=self.times,
@@ -200,7 +203,12 @@ class SpreadMultiplier:
         )
 
     def _check_by_vectors(self, a: Tensor, b: Tensor, c: Tensor, generator: torch.Generator) -> None:
-        check_tile(a, b, c, wire=self._config.wire, generator=generator)
+        assert self._desk is not None, "begin_step comes first"
+        began_at = self._desk.now()
+        try:
+            check_tile(a, b, c, wire=self._config.wire, generator=generator)
+        finally:
+            self.log.checks_s += self._desk.now() - began_at
 
     # Plans
 
@@ -228,3 +236,12 @@ class SpreadMultiplier:
         (m, n, q), sizes = product.shape, wire_sizes[self._config.wire]
         kind = product.kind if product.b.is_weight and product.kind != "attention" else "weight_gradient"
         return PlannedProduct(m=m, n=n, q=q, kind=kind, down_bytes=sizes.down, up_bytes=sizes.up, held_bytes=sizes.held)
+
+
+def _without_weights_names(product: Product) -> Product:
+    """So that no device keeps parts of weights."""
+
+    def unnamed(matrix: Matrix) -> Matrix:
+        return replace(matrix, name="") if matrix.is_weight else matrix
+
+    return replace(product, a=unnamed(product.a), b=unnamed(product.b))

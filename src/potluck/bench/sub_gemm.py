@@ -1,0 +1,341 @@
+"""Sub-GEMM on real processes: exact under faults, its cost model on throttled links, caching, K split and recovery.
+
+Coordinator and workers are the shipping commands with TLS, each worker behind a wire of its own. Eight workers share
+this machine, so on throttled links their products take a chosen time (`rig.tiles.pace`), as if each had a processor of
+its own; what they compute is real. Times and bytes are those that the coordinator writes down for each step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from potluck.bench.rig import tiles
+from potluck.bench.rig.nursery import Nursery, nursery
+from potluck.bench.rig.plain import gradient_errors, plain_steps
+from potluck.bench.rig.real_run import RealRun, real_run, tiny_recipe, write_corpus
+from potluck.bench.rig.wire import Way, WireLoop, wire_loop
+from potluck.coordinator.prepare import sketch
+from potluck.coordinator.recipe import parse_recipe
+from potluck.models.build import build
+
+up_bytes_per_s, down_bytes_per_s, one_way_s = 20e6 / 8, 100e6 / 8, 0.01
+s_per_flop = 1e-9
+"""Of a paced device: 1 GFLOP/s, a phone's core; eight of them ask less of this machine than it has."""
+slow_s_per_flop = 2e-8
+"""Where a product is to last long enough to be hit in its middle."""
+eight = tuple(f"w{i + 1}" for i in range(8))
+warm_steps = 5
+start_s = 240.0
+"""Eight processes that start at once on two cores."""
+
+models = {
+    "gpt2": 'config = { model_type = "gpt2", n_layer = 2, n_embd = 64, n_head = 2, n_positions = 64 }',
+    "llama": 'config = { model_type = "llama", hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, '
+    "num_attention_heads = 4, num_key_value_heads = 2, max_position_embeddings = 64 }",
+}
+
+
+def bench_sub_gemm(*, only: str = "", steps: int = 6, repeats: int = 5) -> dict[str, Any]:
+    """All parts, or `only` one: exact, throttled, caching, split, recovery or checks.
+
+    `steps` are measured after five that warm up; `repeats` are those of each fault.
+    """
+    parts: dict[str, Callable[[_Bench], dict[str, Any]]] = {
+        "exact": exact,
+        "throttled": lambda bench: throttled(bench, steps),
+        "caching": lambda bench: caching(bench, steps),
+        "split": lambda bench: split(bench, steps),
+        "recovery": lambda bench: recovery(bench, repeats),
+        "checks": lambda bench: checks(bench, steps),
+    }
+    figures: dict[str, Any] = {}
+    with wire_loop() as loop, nursery() as processes:
+        bench = _Bench(loop, processes)
+        for name in [only] if only else list(parts):
+            figures |= {f"{name}_{key}": value for key, value in parts[name](bench).items()}
+    return figures
+
+
+@dataclass(frozen=True)
+class _Bench:
+    loop: WireLoop
+    processes: Nursery
+
+    @contextmanager
+    def folder(self, recipe: str) -> Iterator[RealRun]:
+        """A run that is not started yet."""
+        parent = os.environ.get("POTLUCK_BENCH_DIR")
+        with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=parent) as name, ExitStack() as stack:
+            folder = Path(name)
+            write_corpus(folder / "texts")
+            (folder / "recipe.toml").write_text(recipe)
+            speeds = self.processes.speeds
+            made = stack.enter_context(real_run(folder, self.loop, start=self.processes.start, speeds=speeds))
+            yield made
+            self.processes.speeds = made.speeds
+
+    @contextmanager
+    def running(self, recipe: str, *, is_throttled: bool, s_per_flop: float = s_per_flop) -> Iterator[RealRun]:
+        """Eight paced workers."""
+
+        def way(bytes_per_s: float) -> Callable[[], Way]:
+            return lambda: Way(bytes_per_s=bytes_per_s, delay_s=one_way_s) if is_throttled else Way()
+
+        with self.folder(recipe) as run:
+            run.start_host(**tiles.before(f"watch({str(run.folder / 'tiles')!r})"))
+            run.join_all(
+                *eight, up=way(up_bytes_per_s), down=way(down_bytes_per_s), **tiles.before(f"pace({s_per_flop!r})")
+            )
+            yield run
+
+
+def recipe(
+    *, model: str = models["gpt2"], seq_len: int = 64, batch_size: int = 8, accumulation: int = 1, rounds: int = 100_000,
+    num_workers: int = 8, **strategy: Any,
+) -> str:  # fmt: skip
+    options = "\n".join(f"{key} = {json.dumps(value)}" for key, value in strategy.items())
+    return tiny_recipe("tiles", **{
+        "model": model,
+        "data": f'shared = "texts"\ntokenizer = {{ train = "bpe", vocab_size = 500 }}\nseq_len = {seq_len}\n'
+        "validation = 0.05",
+        "budget": f"rounds = {rounds}",
+        "strategy": f'name = "sub_gemm"\nhead_computes = false\n{options}\n'
+        f"inner = {{ lr = 1e-3, batch_size = {batch_size}, accumulation = {accumulation}, warmup = 0.1 }}",
+        "codec": "",
+        "fleet": f"min_workers = {num_workers}\nheartbeat_s = 2.0",
+        "validation": "every_rounds = 0",
+    })  # fmt: skip
+
+
+def metrics(run: RealRun) -> list[dict[str, float]]:
+    """What each step came to, the first one first."""
+    found: dict[int, dict[str, float]] = {}
+    for round, name, value in run.ledger("SELECT round, name, value FROM metrics ORDER BY round"):
+        found.setdefault(round, {})[name] = value
+    seconds = {e["round"]: e["seconds"] for e in run.rounds()}
+    return [{**found[r], "step_s": s} for r, s in sorted(seconds.items()) if r in found]
+
+
+def measured(run: RealRun, num_steps: int, *, warm: int = warm_steps) -> list[dict[str, float]]:
+    """Steps after the first `warm`."""
+    run.wait(lambda: run.rounds(), "first step", timeout_s=start_s)
+    limit_s = start_s + 60.0 * (warm + num_steps)
+    run.wait(lambda: len(metrics(run)) >= warm + num_steps, f"{warm + num_steps} steps", timeout_s=limit_s, every_s=0.5)
+    return metrics(run)[warm : warm + num_steps]
+
+
+def middle(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    return statistics.median(step[name] for step in steps)
+
+
+# Exact
+
+
+def exact(bench: _Bench) -> dict[str, Any]:
+    """Ten steps of four workers, one killed, one stopped and one lying, and a plain loop over the same tokens."""
+    return {f"{family}_{key}": value for family in models for key, value in _exact(bench, family).items()}
+
+
+def _exact(bench: _Bench, family: str) -> dict[str, Any]:
+    num_steps = 10
+    text = recipe(model=models[family], rounds=num_steps, num_workers=1, batch_size=4, accumulation=2)
+    with bench.folder(text) as run:
+        kept = run.folder / "steps"
+        kept.mkdir()
+        run.start_host(**tiles.before(f"keep_steps({str(kept)!r})"))
+        run.join_all("w1", "w2", "w4")
+        run.join("w3", **tiles.before("lie(5)"))
+        run.wait(lambda: len(run.rounds()) >= 2, "second step", timeout_s=start_s)
+        time.sleep(0.3)
+        run.workers["w1"].kill()
+        run.wait(lambda: len(run.rounds()) >= 4, "fourth step", timeout_s=start_s)
+        time.sleep(0.3)
+        run.workers["w2"].send_signal(signal.SIGSTOP)
+        run.wait(lambda: len(run.rounds()) >= num_steps, "last step", timeout_s=start_s)
+        run.workers["w2"].send_signal(signal.SIGCONT)
+        losses = [e["loss"] for e in run.rounds()]
+        refused = [e for e in run.events("lost") if "is not the product of its factors" in e["reason"]]
+        steps = [load_file(kept / f"{number}.safetensors") for number in range(num_steps)]
+    parsed = parse_recipe(tomllib.loads(text))
+    plan = sketch(parsed)
+    model = build(plan.spec.model_config_json, seed=plan.spec.seed)
+    start = nn.utils.parameters_to_vector(model.parameters()).detach()
+    assert torch.equal(start, steps[0]["theta"]), "both begin with the same parameters"
+    plain = plain_steps(model, [step["tokens"] for step in steps], plan.spec.inner)
+    off: list[float] = []
+    errors: dict[str, float] = {}
+    for step, loss, (right, gradients) in zip(steps, losses, plain, strict=True):
+        off.append(abs(loss - right))
+        for name, error in gradient_errors(step["gradient"], gradients).items():
+            errors[name] = max(error, errors.get(name, 0.0))
+    worst = max(errors, key=lambda name: errors[name])
+    return {
+        "steps": len(losses),
+        "loss_error_max": max(off),
+        "gradient_error_max": errors[worst],
+        "gradient_error_max_of": worst,
+        "wrong_tiles_refused": len(refused),
+        "workers_that_lied": sorted({e["worker"] for e in refused}),
+    }
+
+
+# Time
+
+
+def throttled(bench: _Bench, num_steps: int) -> dict[str, Any]:
+    """A step of eight workers over 20 Mbit/s up, 100 down and 20 ms there and back, and what was predicted of it."""
+    with bench.running(recipe(model=_wide(128), batch_size=16), is_throttled=True) as run:
+        first = measured(run, 1, warm=0)[0]
+        steps = measured(run, num_steps)
+    own_s = [s["step_s"] - s["offloaded_s"] for s in steps]
+    ratios = [s["predicted_over_observed"] for s in steps]
+    return {
+        "step_s_median": round(middle(steps, "step_s"), 3),
+        "products_s_median": round(middle(steps, "offloaded_s"), 3),
+        "head_own_s_median": round(statistics.median(own_s), 3),
+        "predicted_over_observed_first_step": round(first["predicted_over_observed"], 3),
+        "predicted_over_observed": [round(r, 3) for r in ratios],
+        "predicted_over_observed_median": round(statistics.median(ratios), 3),
+        "predicted_over_observed_of_step": [
+            round((own + s["offloaded_s"] * r) / s["step_s"], 3)
+            for s, r, own in zip(steps, ratios, _before(own_s), strict=True)
+        ],
+        **{
+            f"predicted_over_observed_{kind}": round(middle(steps, f"predicted_over_observed_{kind}"), 3)
+            for kind in ("forward", "input_gradient", "weight_gradient")
+        },
+        "tiles_copied_share": round(sum(s["tiles_copies"] for s in steps) / sum(s["tiles_issued"] for s in steps), 3),
+        "tiles_late_share": round(sum(s["tiles_late"] for s in steps) / sum(s["tiles_issued"] for s in steps), 3),
+        "down_mb_per_step": round(middle(steps, "tiles_down_bytes") / 1e6, 2),
+        "up_mb_per_step": round(middle(steps, "tiles_up_bytes") / 1e6, 2),
+    }
+
+
+def _before(values: Sequence[float]) -> list[float]:
+    """Of each step what the one before came to, which is all that could be known."""
+    return [values[0], *values[:-1]]
+
+
+def _wide(width: int, num_layers: int = 2) -> str:
+    return (
+        f'config = {{ model_type = "gpt2", n_layer = {num_layers}, n_embd = {width}, n_head = 4, n_positions = 64 }}'
+    )
+
+
+def caching(bench: _Bench, num_steps: int) -> dict[str, Any]:
+    """Steps of four micro-batches, with parts of weights kept on devices over them and without, on throttled links."""
+    found: dict[str, Any] = {}
+    means: dict[bool, dict[str, float]] = {}
+    for keeps in (False, True):
+        text = recipe(model=_wide(384, num_layers=1), batch_size=1, accumulation=4, num_tiles=2, keep_weights=keeps)
+        with bench.running(text, is_throttled=True) as run:
+            steps = measured(run, num_steps)
+            names = ("step_s", "offloaded_s", "tiles_down_bytes", "tiles_up_bytes")
+            means[keeps] = {name: statistics.mean(s[name] for s in steps) for name in names}
+    for name, with_, without in ((n, means[True][n], means[False][n]) for n in means[True]):
+        found |= {f"{name}_kept": round(with_, 3), f"{name}_not_kept": round(without, 3)}
+        found[f"{name}_percent"] = round(100 * with_ / without, 1)
+    return found
+
+
+def split(bench: _Bench, num_steps: int) -> dict[str, Any]:
+    """Weight gradients of 4,096 tokens, whose sums are split over devices, and the same with no sum split."""
+    found: dict[str, Any] = {}
+    for may in (True, False):
+        text = recipe(model=_wide(64, num_layers=1), batch_size=64, split_inner=may)
+        with bench.running(text, is_throttled=True) as run:
+            steps = measured(run, num_steps)
+        name = "split" if may else "whole"
+        observed = [s["offloaded_s_weight_gradient"] for s in steps]
+        predicted = [s["predicted_over_observed_weight_gradient"] * x for s, x in zip(steps, observed, strict=True)]
+        found |= {
+            f"{name}_predicted_s": round(statistics.median(predicted), 3),
+            f"{name}_observed_s": round(statistics.median(observed), 3),
+            f"{name}_step_s": round(middle(steps, "step_s"), 3),
+        }
+    return found
+
+
+def checks(bench: _Bench, num_steps: int) -> dict[str, Any]:
+    """What the head spends on checking tiles, of a step on throttled links."""
+    with bench.running(recipe(model=_wide(128), batch_size=16), is_throttled=True) as run:
+        steps = measured(run, num_steps, warm=2)
+    return {
+        "checks_s_median": round(middle(steps, "checks_s"), 4),
+        "step_s_median": round(middle(steps, "step_s"), 3),
+        "percent_of_step": round(100 * sum(s["checks_s"] for s in steps) / sum(s["step_s"] for s in steps), 2),
+    }
+
+
+# Recovery
+
+
+def recovery(bench: _Bench, repeats: int) -> dict[str, Any]:
+    """One of eight is killed, then one is stopped, while it has tiles of a product that takes about a second."""
+    found: dict[str, Any] = {}
+    with bench.running(recipe(model=_wide(128), batch_size=16), is_throttled=False, s_per_flop=slow_s_per_flop) as run:
+        measured(run, 1, warm=1)
+        for what, number, noticed in (("killed", signal.SIGKILL, "lost"), ("stopped", signal.SIGSTOP, "late")):
+            detected: list[float] = []
+            accepted: list[float] = []
+            for _ in range(repeats):
+                at = _hit(run, "w2", number)
+                run.wait(lambda at=at: _recovered(run, at, noticed), "end of the product", timeout_s=60)
+                of_product = _recovered(run, at, noticed)
+                first = next(line["time"] for line in of_product if line["what"] == noticed)
+                anew = [x["time"] for x in of_product if x["what"] == "taken" and x["is_anew"]]
+                detected.append(first - at)
+                accepted.append(max(anew, default=first) - first)
+                back = time.time()
+                if number == signal.SIGSTOP:
+                    run.workers["w2"].send_signal(signal.SIGCONT)
+                else:
+                    run.workers["w2"].wait()
+                    run.join("w2", **tiles.before(f"pace({slow_s_per_flop!r})"))
+                    run.wait(lambda back=back: run.events("joined", since=back), "return of w2", timeout_s=start_s)
+                done = len(run.rounds())
+                run.wait(lambda done=done: len(run.rounds()) >= done + 2, "two steps", timeout_s=start_s)
+            found |= {
+                f"{what}_detected_s_max": round(max(detected), 3),
+                f"{what}_accepted_after_detection_s_max": round(max(accepted), 3),
+                f"{what}_accepted_after_detection_s": [round(s, 3) for s in accepted],
+            }
+    return found
+
+
+def _told(run: RealRun, since: float) -> list[dict[str, Any]]:
+    """Whole lines of what `rig.tiles.watch` has noted."""
+    lines = (run.folder / "tiles").read_text().splitlines(keepends=True)
+    return [x for x in (json.loads(line) for line in lines[-4000:] if line.endswith("\n")) if x["time"] >= since]
+
+
+def _hit(run: RealRun, name: str, number: signal.Signals) -> float:
+    """Send it a signal just when it was given tiles of a product; when."""
+    begun = time.time()
+    run.wait(lambda: any(x["what"] == "sent" and x["worker"] == name for x in _told(run, begun)), "tile", every_s=0.01)
+    at = time.time()
+    os.kill(run.workers[name].pid, number)
+    return at
+
+
+def _recovered(run: RealRun, at: float, noticed: str) -> list[dict[str, Any]]:
+    """What was noted of the product that was hit, once it has ended; none before."""
+    told = _told(run, at)
+    hit = [line["product"] for line in told if line["what"] == noticed]
+    of_product = [line for line in told if hit and line["product"] == hit[0]]
+    return of_product if any(line["what"] == "ended" for line in of_product) else []
