@@ -78,6 +78,9 @@ class CoordinatorLink(BaseModel):
 
     up_mbit_s: float | None = Field(default=None, gt=0, description="to the workers, together; left out, no limit")
     down_mbit_s: float | None = Field(default=None, gt=0, description="from the workers, together; left out, no limit")
+    compare_mbit_s: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        default=(), max_length=8, description="other rates of it, both ways, that a simulation of sub_gemm sets beside"
+    )
 
 
 class _FleetFile(BaseModel):
@@ -95,6 +98,7 @@ class FleetFile:
     devices: tuple[Device, ...]
     coordinator_up_bytes_per_s: float
     coordinator_down_bytes_per_s: float
+    compared_bytes_per_s: tuple[float, ...] = ()  # other rates of the coordinator's link, both ways
 
     @property
     def num_devices(self) -> int:
@@ -134,6 +138,7 @@ def load_fleet(name: str) -> FleetFile:
         devices=tuple(device.device() for device in read.devices),
         coordinator_up_bytes_per_s=_rate(read.coordinator.up_mbit_s),
         coordinator_down_bytes_per_s=_rate(read.coordinator.down_mbit_s),
+        compared_bytes_per_s=tuple(map(_rate, read.coordinator.compare_mbit_s)),
     )
 
 

@@ -31,6 +31,9 @@ from potluck.types.params import Layout
 from potluck.types.vector import Vector
 
 
+LOGITS_BYTES = 256 << 20
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
     batch_size: int  # sequences in a micro-batch
@@ -39,7 +42,7 @@ class HeadConfig:
     device: str = "cpu"
     attention: bool = False  # its products are computed elsewhere too
     checkpointing: bool = False  # compute activations twice and keep few
-    logits_bytes: int = 256 << 20  # held at once where the whole is larger than 64 MB; fewer, larger products
+    logits_bytes: int = LOGITS_BYTES  # held at once where the whole is larger than 64 MB; fewer, larger products
     seed: int = 0  # of dropout
 
 

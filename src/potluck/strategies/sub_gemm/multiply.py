@@ -222,8 +222,9 @@ class SpreadMultiplier:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = cheapest(
-                self._planned(product), list(self._fleet.values()), self._head, self._config.options
-            )
+                planned(product.shape, product.kind, has_weight=product.b.is_weight, wire=self._config.wire),
+                list(self._fleet.values()), self._head, self._config.options,
+            )  # fmt: skip
             self.log.num_plans += 1
         return plan
 
@@ -231,11 +232,12 @@ class SpreadMultiplier:
         self._fleet = {worker.id: self.times.device(worker) for worker in here}
         self._plans.clear()
 
-    def _planned(self, product: Product) -> PlannedProduct:
-        """As the planner has it, for which every product without a weight is one as a weight gradient is."""
-        (m, n, q), sizes = product.shape, wire_sizes[self._config.wire]
-        kind = product.kind if product.b.is_weight and product.kind != "attention" else "weight_gradient"
-        return PlannedProduct(m=m, n=n, q=q, kind=kind, down_bytes=sizes.down, up_bytes=sizes.up, held_bytes=sizes.held)
+
+def planned(shape: tuple[int, int, int], kind: ProductKind, *, has_weight: bool, wire: str) -> PlannedProduct:
+    """A product as the planner has it, for which every one without a weight is one as a weight gradient is."""
+    (m, n, q), sizes = shape, wire_sizes[wire]
+    known = kind if has_weight and kind != "attention" else "weight_gradient"
+    return PlannedProduct(m=m, n=n, q=q, kind=known, down_bytes=sizes.down, up_bytes=sizes.up, held_bytes=sizes.held)
 
 
 def _without_weights_names(product: Product) -> Product:

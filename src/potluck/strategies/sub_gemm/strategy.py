@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from potluck.optim.inner import InnerConfig
 from potluck.planner.tiles.device import Head as HeadMachine
 from potluck.strategies.fleet import Fleet, Head
 from potluck.strategies.replica import Loss
@@ -127,17 +128,24 @@ class SubGEMM:  # the half that runs on the head
                     attention=config.attention, checkpointing=config.checkpointing, seed=run.seed,
                 ),
             )  # fmt: skip
-            num_micro_batches = -(-run.inner.sequences_per_step // run.inner.batch_size)
             self._multiplier = SpreadMultiplier(
-                SpreadConfig(
-                    wire=config.wire, num_tiles=config.num_tiles, num_micro_batches=num_micro_batches,
-                    may_keep_weights=config.keep_weights, may_split_inner=config.split_inner,
-                    least_side=config.least_side,
-                ),
+                spread_config(config, run.inner),
                 head=HeadMachine(s_per_flop=seconds_per_flop()) if config.head_computes else HeadMachine(),
                 secret=secrets.token_hex(16),
             )  # fmt: skip
         return self._model, self._multiplier
+
+
+def spread_config(config: SubGEMMConfig, inner: InnerConfig) -> SpreadConfig:
+    """How products of a run are spread."""
+    return SpreadConfig(
+        wire=config.wire,
+        num_tiles=config.num_tiles,
+        num_micro_batches=-(-inner.sequences_per_step // inner.batch_size),
+        may_keep_weights=config.keep_weights,
+        may_split_inner=config.split_inner,
+        least_side=config.least_side,
+    )
 
 
 def seconds_per_flop() -> float:
