@@ -356,15 +356,19 @@ def simulate(
         str | None, typer.Argument(metavar="RECIPE", help="A .toml file, or a name from `potluck recipes`.")
     ] = None,
     fleet: Annotated[
-        str, typer.Option("--fleet", metavar="FLEET", help="A fleet file, or home, campus, hospitals or volunteers.")
+        str,
+        typer.Option("--fleet", metavar="FLEET", help="A fleet file, or home, campus, hospitals, volunteers or edge."),
     ] = "home",
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same run.")] = 0,
     faults: Annotated[
         float,
         typer.Option("--faults", min=0, max=100, help="Faults of each machine in an hour: it dies, hangs, slows."),
     ] = 0.0,
+    devices: Annotated[
+        str, typer.Option("--devices", metavar="N,N", help="For sub_gemm: sizes of the fleet to compare.")
+    ] = "",
     picture: Annotated[
-        Path | None, typer.Option("--picture", metavar="FILE", help="Where to write the timeline, as SVG.")
+        Path | None, typer.Option("--picture", metavar="FILE", help="Where to write the timeline or charts, as SVG.")
     ] = None,
     fuzz: Annotated[
         int, typer.Option("--fuzz", min=0, metavar="N", help="Instead: N small runs under faults, from seed on.")
@@ -389,7 +393,7 @@ def simulate(
             "say which RECIPE to simulate, such as `potluck simulate stdlib-gpt`, or how many with --fuzz"
         )
     report = simulate_recipe(
-        recipe, fleet, seed=seed, faults_per_hour=faults, picture=picture, overrides=overrides or []
+        recipe, fleet, seed=seed, faults_per_hour=faults, sizes=devices, picture=picture, overrides=overrides or []
     )
     if as_json:
         put_json(report)

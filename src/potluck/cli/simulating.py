@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from potluck.cli.simulating_tiles import simulate_tiles, tiles_text
 from potluck.cli.units import format_bytes, format_count, format_seconds
 from potluck.coordinator.prepare import sketch
 from potluck.coordinator.recipe import load_recipe
@@ -22,6 +23,7 @@ from potluck.simulator.large.picture import timeline_svg
 from potluck.simulator.large.report import DeviceReport, ScaleReport
 from potluck.simulator.large.scale import simulate_scale
 from potluck.storage.files import write_atomic
+from potluck.strategies.sub_gemm.strategy import SubGEMM
 from potluck.types.errors import PotluckError
 
 lines_shown = 40
@@ -54,11 +56,18 @@ def _story(verdict: Verdict) -> str:
 
 
 def simulate_recipe(
-    recipe: str, fleet: str, *, seed: int, faults_per_hour: float, picture: Path | None, overrides: Sequence[str]
-) -> dict[str, Any]:
+    recipe: str, fleet: str, *, seed: int, faults_per_hour: float, sizes: str, picture: Path | None,
+    overrides: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
     """Play a recipe on a fleet without its values: only time, bytes and energy. RecipeError."""
     plan = sketch(load_recipe(recipe, list(overrides)))
     machines = load_fleet(fleet)
+    if isinstance(plan.strategy, SubGEMM):
+        if faults_per_hour:
+            raise PotluckError("--faults are not played for sub_gemm, whose recovery is computed; leave them out")
+        return simulate_tiles(plan, machines, sizes=sizes, seed=seed, picture=picture)
+    if sizes:
+        raise PotluckError(f"--devices is for sub_gemm and the strategy is {plan.spec.strategy}; change the fleet file")
     begun = time.monotonic()
     report = simulate_scale(
         plan,
@@ -116,6 +125,8 @@ def _class_figures(devices: Sequence[DeviceReport]) -> dict[str, Any]:
 
 def report_text(report: Mapping[str, Any]) -> str:
     """For people: the run in two lines, then one for each class of machines."""
+    if "sub_gemm" in report:
+        return tiles_text(report)
     energy = f"{report['energy_kwh']:.3g} kWh" if report["energy_kwh"] else "energy not known"
     lines = [
         f"{report['recipe']} on {report['fleet']}: {report['rounds']} rounds, {format_count(report['tokens'])} tokens "

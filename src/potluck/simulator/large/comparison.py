@@ -18,7 +18,7 @@ from potluck.simulator.fleet_files import FleetFile
 from potluck.simulator.fleets import Device, machines
 from potluck.simulator.large.recovery import RecoveryTimes, recovery_times
 from potluck.simulator.large.sub_gemm import Step, plannable, simulate_step, tile_devices
-from potluck.strategies.sub_gemm.multiply import SpreadConfig, wire_sizes
+from potluck.strategies.sub_gemm.multiply import wire_sizes
 from potluck.strategies.sub_gemm.strategy import SubGEMM, spread_config
 from potluck.strategies.sub_gemm.walk import Asked, asked_products
 from potluck.types.errors import RecipeError
@@ -68,9 +68,7 @@ def compare(plan: Plan, fleet: FleetFile, *, fleet_sizes: Sequence[int], seed: i
         found = machines(resized(fleet.devices, size), seed=seed)
         devices = tile_devices(found, num_in_flight=spread.num_in_flight)
         for head in heads(fleet):
-            step = simulate_step(
-                plannable(asked, wire=config.wire), devices, found, head=head, options=spread.options
-            )
+            step = simulate_step(plannable(asked, wire=config.wire), devices, found, head=head, options=spread.options)
             cases.append(
                 Case(
                     num_devices=size,

@@ -2,8 +2,8 @@
 
     seconds = sum over products of  first_s + (micro-batches - 1) later_s          one product after the other
 
-A model's layers ask for the same few shapes again and again, and a fleet that does not change does them in the same time
-each time: each shape is planned once. Its tiles, bytes and seconds are those of the planner that a real run uses
+A model's layers ask for the same few shapes again and again, and a fleet that does not change does them in the same
+time each time: each shape is planned once. Its tiles, bytes and seconds are those of the planner that a real run uses
 (`planner/tiles`), for the devices' own links, the coordinator's link that all share, and the devices' memory.
 
 Not counted, here and in the baselines: what the head does itself (attention, norms, loss, optimizer).
@@ -55,7 +55,7 @@ def plannable(asked: Counter[Asked], *, wire: str) -> Counter[Product]:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One optimizer step. Bytes, FLOPs and seconds of all micro-batches; those of devices by their place in the fleet."""
+    """One optimizer step: bytes, FLOPs and seconds of all its micro-batches."""
 
     plans: Mapping[Product, Plan]
     counts: Mapping[Product, int]  # of each in a micro-batch
@@ -70,6 +70,10 @@ class Step:
     num_devices: int
     num_devices_used: int  # by the product that uses most
     bindings: Mapping[str, float]  # share of the time in which each resource binds
+
+    @property
+    def assumptions(self) -> str:
+        return f"sub_gemm: {next(iter(self.plans.values())).assumptions}; products come one after the other"
 
     @property
     def utilisation(self) -> float:

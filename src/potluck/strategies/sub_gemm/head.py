@@ -30,7 +30,6 @@ from potluck.types.errors import DataError, NotFinite
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
 
-
 LOGITS_BYTES = 256 << 20
 
 

@@ -1,0 +1,95 @@
+"""Lines on logarithmic axes as SVG: time and bytes against the number of devices, and times of recovery."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+colours = ("#4c78a8", "#e45756", "#54a24b", "#f58518", "#72b7b2", "#b279a2", "#9d755d", "#444444", "#bab0ac")
+width_px, height_px, left_px, top_px, right_px, bottom_px = 760, 400, 80, 40, 240, 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    name: str
+    points: tuple[tuple[float, float], ...]  # x, y, both above 0
+    is_dashed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    title: str
+    x_name: str
+    y_name: str
+    lines: tuple[Line, ...]
+
+
+def charts_svg(charts: Sequence[Chart]) -> str:
+    """One below the other. A chart without a point is left out."""
+    drawn = [chart for chart in charts if any(line.points for line in chart.lines)]
+    height = height_px * max(len(drawn), 1)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width_px}" height="{height}" font-family="sans-serif" '
+        'font-size="11">',
+        f'<rect width="{width_px}" height="{height}" fill="white"/>',
+    ]
+    for number, chart in enumerate(drawn):
+        parts += [f'<g transform="translate(0 {number * height_px})">', *_chart(chart), "</g>"]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _chart(chart: Chart) -> list[str]:
+    xs = [x for line in chart.lines for x, _ in line.points]
+    ys = [y for line in chart.lines for _, y in line.points]
+    across, up = _Axis(xs, left_px, width_px - right_px), _Axis(ys, height_px - bottom_px, top_px)
+    base = height_px - bottom_px
+    parts = [f'<text x="{left_px}" y="20" font-size="13">{escape(chart.title)}</text>']
+    for at in sorted(set(xs)):
+        x = across.at(at)
+        parts.append(f'<line x1="{x:.1f}" y1="{base}" x2="{x:.1f}" y2="{base + 4}" stroke="#888"/>')
+        parts.append(f'<text x="{x:.1f}" y="{base + 17}" text-anchor="middle">{at:,.0f}</text>')
+    for at in up.decades():
+        y = up.at(at)
+        parts.append(f'<line x1="{left_px}" y1="{y:.1f}" x2="{width_px - right_px}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left_px - 6}" y="{y + 4:.1f}" text-anchor="end">{at:g}</text>')
+    middle = (left_px + width_px - right_px) // 2
+    parts.append(f'<text x="{middle}" y="{height_px - 12}" text-anchor="middle">{escape(chart.x_name)}</text>')
+    parts.append(
+        f'<text x="16" y="{height_px // 2}" transform="rotate(-90 16 {height_px // 2})" text-anchor="middle">'
+        f"{escape(chart.y_name)}</text>"
+    )
+    for number, line in enumerate(chart.lines):
+        colour = colours[number % len(colours)]
+        dashes = ' stroke-dasharray="5 4"' if line.is_dashed else ""
+        places = [(across.at(x), up.at(y)) for x, y in sorted(line.points)]
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="1.8"{dashes}/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{colour}"/>' for x, y in places]
+        y, x = top_px + 16 * number, width_px - right_px + 14
+        parts.append(f'<line x1="{x}" y1="{y}" x2="{x + 18}" y2="{y}" stroke="{colour}" stroke-width="2"{dashes}/>')
+        parts.append(f'<text x="{x + 24}" y="{y + 4}">{escape(line.name)}</text>')
+    return parts
+
+
+class _Axis:
+    """Values to places, by their logarithms."""
+
+    def __init__(self, values: Sequence[float], begin: float, end: float) -> None:
+        low, high = math.log10(min(values)), math.log10(max(values))
+        margin = max(0.04 * (high - low), 0.05)
+        self._low, self._high = low - margin, high + margin
+        self._begin, self._end = begin, end
+
+    def at(self, value: float) -> float:
+        share = (math.log10(value) - self._low) / (self._high - self._low)
+        return self._begin + share * (self._end - self._begin)
+
+    def decades(self) -> list[float]:
+        """Powers of ten, with 2 and 5 times them where there would be fewer than three."""
+        first, last = math.floor(self._low), math.ceil(self._high)
+        tens = [power for power in range(first, last + 1) if self._low <= power <= self._high]
+        steps = (1.0,) if len(tens) >= 3 else (1.0, 2.0, 5.0)
+        every = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+        return [value for value in every if self._low <= math.log10(value) <= self._high]
