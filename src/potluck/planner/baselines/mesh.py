@@ -47,13 +47,14 @@ class Mesh:
 
 
 def mesh_time(model: LayeredModel, devices: Sequence[TileDevice], *, num_pieces: int) -> BaselineTime | None:
-    """None if the devices are too few for any. `num_pieces` of each layer's work overlap."""
+    """None if there are no two devices. `num_pieces` of each layer's work overlap."""
     strongest = sorted(devices, key=lambda d: -d.up_bytes_per_s)
     made = [
         _mesh(model, strongest[: batch * features], batch, features, num_pieces)
         for features in range(1, min(model.num_heads, len(devices)) + 1)
         if model.num_heads % features == 0
-        for batch in {min(len(devices) // features, model.num_sequences), max(1, len(devices) // features // 2)}
+        for batch in _halved(min(len(devices) // features, model.num_sequences))
+        if batch * features > 1
     ]
     fitting = [mesh for mesh in made if mesh.needs_bytes <= mesh.has_bytes]
     best = min(fitting or made, key=lambda mesh: mesh.seconds, default=None)
@@ -71,6 +72,11 @@ def mesh_time(model: LayeredModel, devices: Sequence[TileDevice], *, num_pieces:
         has_bytes=smallest.has_bytes,
         assumptions=assumptions,
     )
+
+
+def _halved(most: int) -> list[int]:
+    """`most`, half of it, and so on down to 1."""
+    return [most >> shift for shift in range(most.bit_length())]
 
 
 def _mesh(model: LayeredModel, used: Sequence[TileDevice], batch: int, features: int, num_pieces: int) -> Mesh:

@@ -67,8 +67,8 @@ class Pipeline:
 
 
 def pipelines(model: LayeredModel, devices: Sequence[TileDevice]) -> list[Pipeline]:
-    """One for each number of layers in a stage that the devices are enough for."""
-    return [p for layers in range(1, model.num_layers + 1) if (p := _pipeline(model, devices, layers)) is not None]
+    """One for each number of stages that the devices are enough for."""
+    return [p for groups in range(1, model.num_layers + 1) if (p := _pipeline(model, devices, groups)) is not None]
 
 
 def quickest(made: Sequence[Pipeline]) -> Pipeline | None:
@@ -98,8 +98,8 @@ def pipeline_time(model: LayeredModel, devices: Sequence[TileDevice]) -> Baselin
     )
 
 
-def _pipeline(model: LayeredModel, devices: Sequence[TileDevice], layers_each: int) -> Pipeline | None:
-    stages = _stages(model, layers_each)
+def _pipeline(model: LayeredModel, devices: Sequence[TileDevice], num_groups: int) -> Pipeline | None:
+    stages = _stages(model, num_groups)
     num_rows = min(len(devices) // len(stages), model.num_sequences)
     if not num_rows:
         return None
@@ -122,10 +122,10 @@ def _pipeline(model: LayeredModel, devices: Sequence[TileDevice], layers_each: i
     )
 
 
-def _stages(model: LayeredModel, layers_each: int) -> tuple[float, ...]:
-    """Parameters of each: so many layers, what is left, and the head for itself."""
-    full, rest = divmod(model.num_layers, layers_each)
-    layers = [layers_each * model.layer_params] * full + [rest * model.layer_params] * (rest > 0)
+def _stages(model: LayeredModel, num_groups: int) -> tuple[float, ...]:
+    """Parameters of each: layers in groups as equal as can be, and the head for itself."""
+    each, more = divmod(model.num_layers, num_groups)
+    layers = [(each + (group < more)) * model.layer_params for group in range(num_groups)]
     return (*layers, *[model.head_params] * (model.head_params > 0))
 
 

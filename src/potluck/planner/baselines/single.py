@@ -1,4 +1,4 @@
-"""One data-centre GPU that has the memory: FLOPs over what training reaches of its peak."""
+"""One machine that has the memory and no link to wait for: FLOPs over what training reaches a second."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ a100_flops_per_s = 0.4 * 312e12
 """40 % of the A100's dense bf16 peak."""
 
 
-def a100_s(flops: float) -> float:
-    return flops / a100_flops_per_s
+def alone_s(flops: float, flops_per_s: float) -> float:
+    return flops / flops_per_s

@@ -11,7 +11,7 @@ from potluck.coordinator.plan import Plan
 from potluck.planner.baselines.layered import BaselineTime, LayeredModel
 from potluck.planner.baselines.mesh import mesh_time
 from potluck.planner.baselines.pipeline import pipeline_time, pipelines, quickest
-from potluck.planner.baselines.single import a100_s
+from potluck.planner.baselines.single import a100_flops_per_s, alone_s
 from potluck.planner.memory import ModelDims
 from potluck.planner.tiles.device import Head
 from potluck.simulator.fleet_files import FleetFile
@@ -44,6 +44,7 @@ class Comparison:
     baselines: tuple[tuple[int, BaselineTime], ...]  # with the devices of the fleet
     recoveries: tuple[tuple[int, RecoveryTimes], ...]  # with the fleet's own coordinator
     a100_s: float
+    fastest_alone_s: float  # the fleet's fastest device, if it had the memory
 
 
 def compare(plan: Plan, fleet: FleetFile, *, fleet_sizes: Sequence[int], seed: int) -> Comparison:
@@ -64,8 +65,10 @@ def compare(plan: Plan, fleet: FleetFile, *, fleet_sizes: Sequence[int], seed: i
     cases: list[Case] = []
     baselines: list[tuple[int, BaselineTime]] = []
     recoveries: list[tuple[int, RecoveryTimes]] = []
+    fastest: list[float] = []
     for size in fleet_sizes:
         found = machines(resized(fleet.devices, size), seed=seed)
+        fastest.append(max(machine.flops * machine.duty for machine in found))
         devices = tile_devices(found, num_in_flight=spread.num_in_flight)
         for head in heads(fleet):
             step = simulate_step(plannable(asked, wire=config.wire), devices, found, head=head, options=spread.options)
@@ -93,7 +96,8 @@ def compare(plan: Plan, fleet: FleetFile, *, fleet_sizes: Sequence[int], seed: i
         cases=tuple(cases),
         baselines=tuple(baselines),
         recoveries=tuple(recoveries),
-        a100_s=a100_s(model.flops),
+        a100_s=alone_s(model.flops, a100_flops_per_s),
+        fastest_alone_s=alone_s(model.flops, max(fastest)),
     )
 
 
