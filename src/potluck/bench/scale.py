@@ -1,12 +1,14 @@
 """How large a fleet the simulator plays: real seconds and memory of DiLoCo with a 1.2 B-parameter model.
 
 Two fleets of home machines, by the shipping coordinator and workers on the virtual clock: 1,000 devices for 20 rounds
-(within 60 s and 2 GB is the target) and 4,000 for 5 (within 120 s). Memory is the most that a process of its own held.
+(within 60 s and 2 GB is the target) and 4,000 for 5 (within 120 s). Beside them one batch of Llama-2-70B in tiles on 8,192
+devices (within 60 s and 4 GB). Memory is the most that a process of its own held.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -14,10 +16,14 @@ import time
 from typing import Any
 
 from potluck.coordinator.plan import CheckpointConfig, Plan, ValidationConfig
+from potluck.coordinator.prepare import sketch
+from potluck.coordinator.recipe import load_recipe
 from potluck.fleet.config import FleetConfig
 from potluck.models.build import layout_of, skeleton
 from potluck.optim.inner import InnerConfig
+from potluck.simulator.fleet_files import load_fleet
 from potluck.simulator.fleets import Device
+from potluck.simulator.large.comparison import simulate_batch
 from potluck.simulator.large.meta import CoordinatorMachine
 from potluck.simulator.large.report import ScaleReport
 from potluck.simulator.large.scale import simulate_scale
@@ -34,15 +40,24 @@ config: dict[str, Any] = {
 """1.21 B parameters."""
 
 
-def bench_scale(*, rounds: int = 20, large_rounds: int = 5) -> dict[str, float]:
-    """About two minutes."""
+def bench_scale(*, rounds: int = 20, large_rounds: int = 5, tile_devices: int = 8192) -> dict[str, float]:
+    """About three minutes."""
     figures: dict[str, float] = {}
     for num_devices, num_rounds in ((1000, rounds), (4000, large_rounds)):
         command = [sys.executable, "-m", "potluck.bench.scale", str(num_devices), str(num_rounds)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         played: dict[str, float] = json.loads(done.stdout)
         figures |= {f"{num_devices}_devices_{name}": value for name, value in played.items()}
-    return figures
+    return figures | bench_tiles_alone(tile_devices)
+
+
+def bench_tiles_alone(num_devices: int) -> dict[str, float]:
+    """One batch in tiles, in a process of its own, with a single thread."""
+    command = [sys.executable, "-m", "potluck.bench.scale", "tiles", str(num_devices)]
+    single = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=single)
+    played: dict[str, float] = json.loads(done.stdout)
+    return {f"tiles_{num_devices}_devices_{name}": value for name, value in played.items()}
 
 
 def home_machines(count: int) -> list[Device]:
@@ -95,11 +110,10 @@ def play(num_devices: int, num_rounds: int) -> tuple[ScaleReport, dict[str, floa
     )  # fmt: skip
     report = simulate_scale(plan, home_machines(num_devices), seed=1, coordinator=machine)
     played = time.perf_counter()
-    unit = 1 if sys.platform == "darwin" else 1024
     return report, {
         "real_s": played - begun,
         "model_s": made - begun,
-        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6,
+        "peak_memory_mb": peak_memory_mb(),
         "parameters": plan.layout.numel,
         "rounds": report.num_rounds,
         "simulated_hours": report.seconds / 3600,
@@ -110,5 +124,30 @@ def play(num_devices: int, num_rounds: int) -> tuple[ScaleReport, dict[str, floa
     }
 
 
+def peak_memory_mb() -> float:
+    """The most that this process has held."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def plan_tiles(num_devices: int, recipe: str = "llama-2-70b") -> dict[str, float]:
+    """One batch of a shipped recipe on the fleet `edge`, planned and added up in this process."""
+    begun, begun_cpu = time.perf_counter(), time.process_time()
+    plan = sketch(load_recipe(recipe))
+    made = time.perf_counter()
+    case = simulate_batch(plan, load_fleet("edge"), num_devices=num_devices, seed=0)
+    return {
+        "real_s": time.perf_counter() - begun,
+        "cpu_s": time.process_time() - begun_cpu,
+        "model_s": made - begun,
+        "peak_memory_mb": peak_memory_mb(),
+        "shapes": len(case.step.plans),
+        "simulated_s": case.step.seconds,
+        "down_gb_per_device": case.step.down_bytes / num_devices / 1e9,
+        "up_gb_per_device": case.step.up_bytes / num_devices / 1e9,
+    }
+
+
 if __name__ == "__main__":
-    print(json.dumps(play(int(sys.argv[1]), int(sys.argv[2]))[1]))
+    first, second = sys.argv[1:]
+    print(json.dumps(plan_tiles(int(second)) if first == "tiles" else play(int(first), int(second))[1]))

@@ -33,6 +33,11 @@ class HeadProducts(Protocol):
     def add_weight_gradient(self, into: Tensor, grad: Tensor, hidden: Tensor) -> None: ...
 
 
+def even_rows(num_rows: int, most: int) -> int:
+    """Rows of a chunk where as few as can be, of `most` rows, are of about equal size."""
+    return -(-num_rows // -(-num_rows // most))
+
+
 class NativeHead:
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return hidden @ weight.T
@@ -144,8 +149,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = torch.empty_like(hidden) if needs_hidden else None
             grad_weight = torch.zeros_like(weight) if needs_weight else None
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            for start in range(0, hidden.shape[0], chunk_rows):
-                rows = slice(start, start + chunk_rows)
+            even = even_rows(hidden.shape[0], chunk_rows)
+            for start in range(0, hidden.shape[0], even):
+                rows = slice(start, start + even)
                 h, y = hidden[rows].to(w.dtype), targets[rows]
                 logits = head.logits(h, w).float()
                 log_sum = logits.logsumexp(dim=-1, keepdim=True)

@@ -20,6 +20,8 @@ from potluck.planner.tiles.product import Product
 _num_bisections = 60
 _num_widths = 24
 _precision = 1e-4
+_first_step, _next_step = 4.0, 1.1
+"""Factors by which T is searched for, without and with an idea of where it is."""
 _side_margin = 1.005
 """Rectangles in whole numbers are a little less even than the areas that they were planned with."""
 _even_area = 2e-3
@@ -70,15 +72,25 @@ class Selection:
     down_bytes: Floats  # of each one's largest rectangle, in the shape with the fewest
 
 
-def select(demand: Demand, head: Head, *, num_copies: int = 1, least_side: int = 1) -> Selection | None:
+def select(
+    demand: Demand,
+    head: Head,
+    *,
+    num_copies: int = 1,
+    least_side: int = 1,
+    share: float = 1.0,
+    precision: float = _precision,
+    near_s: float | None = None,
+) -> Selection | None:
     """The least T in which the strongest devices cover the plane `num_copies` times; None where none ever do.
 
     Counts what the strongest alone need, since every further device costs the coordinator's link and the head's checks
     more: bytes go with the sum of the sides, which is least where few large rectangles cover the plane. And devices
-    end with the one that would make the mean side of a tile less than `least_side`.
+    end with the one that would make the mean side of a tile less than `least_side`. T is found to `precision` of it,
+    sooner where `near_s` is about right. `share`: the devices are a sample of so many, which cover as much.
     """
     widths = np.geomspace(1.0, demand.plane.cols, _num_widths)[:, np.newaxis]
-    total = float(num_copies * demand.plane.rows * demand.plane.cols)
+    total = share * num_copies * demand.plane.rows * demand.plane.cols
 
     every = np.arange(len(demand))
 
@@ -97,18 +109,17 @@ def select(demand: Demand, head: Head, *, num_copies: int = 1, least_side: int =
         if np.sqrt(areas[chosen]).mean() < _side_margin * min(least_side, demand.plane.rows, demand.plane.cols):
             return None
         rows, cols = rows[chosen], cols[chosen]
-        if shared_times(demand.plane, head, rows, cols).most_s > seconds:
+        if shared_times(demand.plane, head, rows, cols).most_s > share * seconds:
             return None
         return Selection(chosen=chosen, seconds=seconds, down_bytes=demand.plane.down_bytes(rows, cols))
 
-    high = 1.0
+    low, high, step = 0.0, near_s or 1.0, _next_step if near_s else _first_step
     while (found := attempt(high)) is None:
-        high *= 4.0
+        low, high = high, high * step
         if high > _longest_s:
             return None
-    low = 0.0
-    while high - low > _precision * high:
-        middle = (low + high) / 2 if low else high / 4
+    while high - low > precision * high:
+        middle = (low + high) / 2 if low else high / step
         tried = attempt(middle)
         if tried is None:
             low = middle

@@ -36,6 +36,10 @@ _most_stretch = 1.25
 """Bytes of a rectangle by those of its best shape, where a device's own link would allow more."""
 _most_stretch_shared = 1.05
 """The same where bytes or sides cost the coordinator's link or the head any time."""
+_rough, _precise = 0.01, 5e-4
+"""Of an estimate, before and after it is known which are worth a look."""
+_most_sampled = 1024
+"""Of larger fleets that many devices stand for all in the first estimate."""
 _worth_a_look = 1.2
 """Alternatives whose estimate is within this factor of the best are laid out and priced."""
 
@@ -143,6 +147,14 @@ def product_plane(
     )
 
 
+def sample(rates: Rates, most: int) -> Rates:
+    """Evenly from the fastest downlink to the slowest, at most about `most` devices."""
+    stride = -(-len(rates) // most)
+    if stride == 1:
+        return rates
+    return rates.take(np.argsort(-rates.down, kind="stable")[stride // 2 :: stride])
+
+
 class _Layer:
     """A product before a fleet, of which each device does up to `num_rounds` rectangles one after the other."""
 
@@ -157,6 +169,7 @@ class _Layer:
     ) -> None:
         self.product, self.devices, self.num_rounds = product, devices, num_rounds
         self.rates = rates.in_turns(num_rounds)
+        self.sample = sample(self.rates, _most_sampled)
         self.lower_bound_s = lower_bound_s(product, rates)
         self.head, self.options = head, options
 
@@ -173,25 +186,38 @@ class _Layer:
             if kind not in kinds or way.seconds < kinds[kind].seconds:
                 kinds[kind] = way
         best_s = min((way.seconds for way in found), default=0.0)
-        return [way for kind, way in kinds.items() if way.seconds <= _worth_a_look * best_s or not kind[0]]
+        looked_at = [way for kind, way in kinds.items() if way.seconds <= _worth_a_look * best_s or not kind[0]]
+        finer = [self._estimate(way.num_inner_parts, way.kept_for, self.rates, near_s=way.seconds) for way in looked_at]
+        return [way for way in finer if way is not None]
 
     def _splits(self, kept_for: float) -> list[_Way]:
         """For more and more parts of n, as long as that helps."""
         found: list[_Way] = []
-        parts, num_worse, least_s = 1, 0, np.inf
+        parts, num_worse, least_s, near_s = 1, 0, np.inf, 1.0
         most = min(_most_inner_parts, len(self.rates), max(1, self.product.n // _least_inner))
         while parts <= (most if self.options.may_split_inner else 1) and num_worse < 2:
-            way = self._estimate(parts, kept_for)
+            way = self._estimate(parts, kept_for, self.sample, precision=_rough, near_s=near_s)
             if way is not None:
+                near_s = way.seconds
                 num_worse = num_worse + 1 if way.seconds >= least_s else 0
                 least_s = min(least_s, way.seconds)
                 found.append(way)
             parts = max(parts + 1, round(parts * 1.4))
         return found
 
-    def _estimate(self, parts: int, kept_for: float) -> _Way | None:
-        demand = self._demand(self.rates, inner=-(-self.product.n // parts), kept_for=kept_for)
-        found = select(demand, self.head, num_copies=parts, least_side=self.options.least_side)
+    def _estimate(
+        self, parts: int, kept_for: float, rates: Rates, *, near_s: float, precision: float = _precise
+    ) -> _Way | None:
+        demand = self._demand(rates, inner=-(-self.product.n // parts), kept_for=kept_for)
+        found = select(
+            demand,
+            self.head,
+            num_copies=parts,
+            least_side=self.options.least_side,
+            share=len(rates) / len(self.rates),
+            precision=precision,
+            near_s=near_s,
+        )
         if found is None:
             return None
         added_s = self.head.add_s_per_element * (parts - 1) * self.product.m * self.product.q

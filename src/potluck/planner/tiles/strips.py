@@ -20,9 +20,12 @@ import numpy as np
 
 from potluck.planner.tiles.device import Floats, Ints
 from potluck.planner.tiles.plane import Demand
+from potluck.planner.tiles.strip_kernels import widest_cover
 
 _num_widths = 96
 _slack = 1e-9
+_rough_rows = 1e-8
+"""Of a plane's rows: sums over a strip's devices that are run on round differently."""
 _rough = 1e-4
 """Of all columns: as exactly as the best strips need to be known while they are looked for."""
 _most_growth = 1.5
@@ -47,18 +50,9 @@ def best_strips(demand: Demand, order: Ints, seconds: float, *, num_widths: int 
     num, rows, cols = len(order), demand.plane.rows, demand.plane.cols
     widths = _width_grid(ordered, seconds, num_widths)
     heights = ordered.heights(widths[:, np.newaxis], seconds)
-    reached = np.concatenate((np.zeros((len(widths), 1)), np.cumsum(heights, axis=1)), axis=1)
+    best, choice = np.empty(num + 1), np.empty(num, dtype=np.int64)
     following = np.empty((num, len(widths)), dtype=np.int64)
-    for k in range(len(widths)):
-        following[:, k] = np.searchsorted(reached[k], reached[k, :-1] + rows * (1 - _slack))
-    gains = np.where(following <= num, widths, -np.inf)
-    np.minimum(following, num, out=following)
-    best, choice = np.zeros(num + 1), np.full(num, -1)
-    for i in range(num - 1, -1, -1):
-        values = gains[i] + best[following[i]]
-        k = int(values.argmax())
-        best[i] = max(values[k], best[i + 1])
-        choice[i] = k if values[k] >= best[i + 1] else -1
+    widest_cover(np.ascontiguousarray(heights), widths, rows * (1 - _rough_rows), best, choice, following)
     starts: list[int] = []
     ends: list[int] = []
     i = 0

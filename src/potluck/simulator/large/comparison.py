@@ -13,9 +13,9 @@ from potluck.planner.baselines.mesh import mesh_time
 from potluck.planner.baselines.pipeline import pipeline_time, pipelines, quickest
 from potluck.planner.baselines.single import a100_flops_per_s, alone_s
 from potluck.planner.memory import ModelDims
-from potluck.planner.tiles.device import Head
+from potluck.planner.tiles.device import Head, TileDevice
 from potluck.simulator.fleet_files import FleetFile
-from potluck.simulator.fleets import Device, machines
+from potluck.simulator.fleets import Device, Machine, machines
 from potluck.simulator.large.recovery import RecoveryTimes, recovery_times
 from potluck.simulator.large.sub_gemm import Step, plannable, simulate_step, tile_devices
 from potluck.strategies.sub_gemm.multiply import wire_sizes
@@ -47,21 +47,46 @@ class Comparison:
     fastest_alone_s: float  # the fleet's fastest device, if it had the memory
 
 
-def compare(plan: Plan, fleet: FleetFile, *, fleet_sizes: Sequence[int], seed: int) -> Comparison:
-    """`plan` is of a run with `sub_gemm`. RecipeError for what cannot be simulated; RoundFailed for devices that are
-    too small.
-    """
-    assert isinstance(plan.strategy, SubGEMM)
-    config, inner = plan.strategy.config, plan.spec.inner
-    if config.attention or config.checkpointing:
-        raise RecipeError(
-            "products of attention and repeated ones are not simulated; set strategy.attention and "
-            "strategy.checkpointing to false"
+class _Batch:
+    """One optimizer step of a run with `sub_gemm`, before it meets a fleet. RecipeError for what is not simulated."""
+
+    def __init__(self, plan: Plan) -> None:
+        assert isinstance(plan.strategy, SubGEMM)
+        config, inner = plan.strategy.config, plan.spec.inner
+        if config.attention or config.checkpointing:
+            raise RecipeError(
+                "products of attention and repeated ones are not simulated; set strategy.attention and "
+                "strategy.checkpointing to false"
+            )
+        self.spread = spread_config(config, inner)
+        num_tokens = inner.batch_size * plan.spec.seq_len
+        asked = asked_products(dict(plan.spec.model_config_json), num_tokens=num_tokens)
+        self.products = plannable(asked, wire=config.wire)
+        self.model = layered(plan, asked, num_tokens=num_tokens, wire_bytes=wire_sizes[config.wire].down)
+
+    def on(self, found: Sequence[Machine], devices: Sequence[TileDevice], head: Head) -> Case:
+        step = simulate_step(self.products, devices, found, head=head, options=self.spread.options)
+        return Case(
+            num_devices=len(devices),
+            egress_bytes_per_s=head.egress_bytes_per_s,
+            ingress_bytes_per_s=head.ingress_bytes_per_s,
+            step=step,
         )
-    spread = spread_config(config, inner)
-    num_tokens = inner.batch_size * plan.spec.seq_len
-    asked = asked_products(dict(plan.spec.model_config_json), num_tokens=num_tokens)
-    model = layered(plan, asked, num_tokens=num_tokens, wire_bytes=wire_sizes[config.wire].down)
+
+
+def simulate_batch(plan: Plan, fleet: FleetFile, *, num_devices: int, seed: int) -> Case:
+    """With the fleet's own coordinator, and nothing beside it. Raises as `compare` does."""
+    batch = _Batch(plan)
+    found = machines(resized(fleet.devices, num_devices), seed=seed)
+    return batch.on(found, tile_devices(found, num_in_flight=batch.spread.num_in_flight), heads(fleet)[0])
+
+
+def compare(plan: Plan, fleet: FleetFile, *, fleet_sizes: Sequence[int], seed: int) -> Comparison:
+    """`plan` is of a run with `sub_gemm`. RecipeError for what is not simulated; RoundFailed where devices are too
+    small.
+    """
+    batch = _Batch(plan)
+    model, spread = batch.model, batch.spread
     cases: list[Case] = []
     baselines: list[tuple[int, BaselineTime]] = []
     recoveries: list[tuple[int, RecoveryTimes]] = []
@@ -70,23 +95,15 @@ def compare(plan: Plan, fleet: FleetFile, *, fleet_sizes: Sequence[int], seed: i
         found = machines(resized(fleet.devices, size), seed=seed)
         fastest.append(max(machine.flops * machine.duty for machine in found))
         devices = tile_devices(found, num_in_flight=spread.num_in_flight)
-        for head in heads(fleet):
-            step = simulate_step(plannable(asked, wire=config.wire), devices, found, head=head, options=spread.options)
-            cases.append(
-                Case(
-                    num_devices=size,
-                    egress_bytes_per_s=head.egress_bytes_per_s,
-                    ingress_bytes_per_s=head.ingress_bytes_per_s,
-                    step=step,
-                )
-            )
-            if head == heads(fleet)[0]:
-                row = quickest(pipelines(model, devices))
-                recoveries += [
-                    (size, recovery_times(step, devices, head, row, num_lost=num, seed=seed))
-                    for num in num_lost
-                    if num < size
-                ]
+        own, *others = heads(fleet)
+        case = batch.on(found, devices, own)
+        cases += [case, *(batch.on(found, devices, other) for other in others)]
+        row = quickest(pipelines(model, devices))
+        recoveries += [
+            (size, recovery_times(case.step, devices, own, row, num_lost=num, seed=seed))
+            for num in num_lost
+            if num < size
+        ]
         for baseline in (pipeline_time(model, devices), mesh_time(model, devices, num_pieces=spread.num_tiles)):
             if baseline is not None:
                 baselines.append((size, baseline))

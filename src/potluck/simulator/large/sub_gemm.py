@@ -49,7 +49,8 @@ def plannable(asked: Counter[Asked], *, wire: str) -> Counter[Product]:
     found: Counter[Product] = Counter()
     for (m, n, q, kind), count in asked.items():
         has_weight = kind in ("forward", "input_gradient")
-        found[planned((m, n, q), "forward" if has_weight else kind, has_weight=has_weight, wire=wire)] += count
+        shape = (m, n, q) if has_weight else (min(m, q), n, max(m, q))  # C and C' cost the same
+        found[planned(shape, "forward" if has_weight else kind, has_weight=has_weight, wire=wire)] += count
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from potluck.models.build import skeleton
-from potluck.models.loss import MAX_WHOLE_BYTES
+from potluck.models.loss import MAX_WHOLE_BYTES, even_rows
 from potluck.strategies.sub_gemm.head import LOGITS_BYTES
 from potluck.strategies.sub_gemm.offload import Offload
 from potluck.strategies.sub_gemm.product import ProductKind
@@ -65,4 +65,4 @@ def _logits_rows(head: Any, num_tokens: int, logits_bytes: int) -> int:
     row_bytes = type_bytes * head.weight.shape[0]
     if head.bias is not None or num_tokens * row_bytes <= min(MAX_WHOLE_BYTES, logits_bytes):
         return num_tokens
-    return min(num_tokens, max(1, logits_bytes // row_bytes))
+    return even_rows(num_tokens, max(1, logits_bytes // row_bytes))
