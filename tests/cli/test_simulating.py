@@ -1,13 +1,16 @@
 """`potluck simulate`: figures that add up, the same each time, and mistakes in one sentence."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
 from potluck.cli.app import app
+from potluck.cli.simulating_tiles import parse_sizes
 from potluck.simulator.fleet_files import load_fleet, shipped_fleets
 from potluck.types.errors import PotluckError, RecipeError
 
@@ -57,7 +60,7 @@ def test_fuzz_says_what_it_played() -> None:
 @pytest.mark.parametrize("name", list(shipped_fleets()))
 def test_shipped_fleets_load(name: str) -> None:
     fleet = load_fleet(name)
-    assert fleet.num_devices == {"home": 4, "campus": 42, "hospitals": 5, "volunteers": 4000}[name]
+    assert fleet.num_devices == {"home": 4, "campus": 42, "hospitals": 5, "volunteers": 4000, "edge": 256}[name]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +85,92 @@ def test_a_fleet_file_that_is_wrong_is_told_in_one_sentence(tmp_path: Path, text
     with pytest.raises(RecipeError) as refused:
         load_fleet(str(path))
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+tiles_recipe = """
+name = "tiny"
+[model.config]
+model_type = "llama"
+num_hidden_layers = 2
+hidden_size = 256
+intermediate_size = 512
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 128
+vocab_size = 512
+[data]
+shared = "python-stdlib"
+seq_len = 128
+[budget]
+rounds = 1
+[strategy]
+name = "sub_gemm"
+wire = "bf16"
+least_side = 16
+inner = { batch_size = 4, accumulation = 2 }
+"""
+tiles_fleet = """
+[coordinator]
+compare_mbit_s = [10]
+[[devices]]
+name = "board"
+count = 6
+gflops = [5, 7]
+memory_gb = 0.016
+up_mbit_s = [4, 8]
+down_mbit_s = [8, 80]
+"""
+
+
+def test_a_step_in_tiles_beside_its_baselines(tmp_path: Path) -> None:
+    recipe, fleet, picture = tmp_path / "tiny.toml", tmp_path / "boards.toml", tmp_path / "charts.svg"
+    recipe.write_text(tiles_recipe)
+    fleet.write_text(tiles_fleet)
+    given = [str(recipe), "--fleet", str(fleet), "--seed", "3", "--devices", "4"]
+    report: Any = simulate(*given, "--picture", str(picture), "--json")
+    linear = 2 * (2 * 256**2 + 2 * 256 * 128 + 3 * 256 * 512) + 256 * 512  # parameters of linear layers
+    assert report["tokens"] == 2 * 4 * 128 and report["micro_batches"] == 2
+    assert report["flops"] == 6 * linear * report["tokens"]
+    assert report["a100_s"] == round(report["flops"] / (0.4 * 312e12), 3)
+    cases = {(each["devices"], each["coordinator_out_gbit_s"]): each for each in report["sub_gemm"]}
+    assert list(cases) == [(4, None), (4, 0.01)] and parse_sizes("8, 6,8") == [6, 8]
+    for (_, link), each in cases.items():
+        total = sum(p["per_micro_batch"] * (p["first_s"] + p["later_s"]) for p in each["products"])
+        assert total == pytest.approx(each["seconds"], rel=1e-2)
+        assert each["used_out_gbit_s"] <= (link or 1e9) * 1.001
+        assert sum(each["binding"].values()) == pytest.approx(1, abs=0.01)
+    assert cases[4, None]["seconds"] < cases[4, 0.01]["seconds"]
+    fits = {(each["devices"], each["name"]): each["fits"] for each in report["baselines"]}
+    assert fits == {(4, "pipeline"): True, (4, "tensor mesh"): True}
+    assert [(each["devices"], each["lost"]) for each in report["recovery"]] == [(4, 1), (4, 3)]
+    texts = [e.text for e in ElementTree.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    assert "sub_gemm, 0.01 Gbit/s" in texts and "tiny on boards: time of a step" in texts
+
+
+def test_a_step_in_tiles_is_told_to_people(tmp_path: Path) -> None:
+    recipe, fleet = tmp_path / "tiny.toml", tmp_path / "boards.toml"
+    recipe.write_text(tiles_recipe)
+    fleet.write_text(tiles_fleet.replace("0.016", "0.003").replace("compare_mbit_s = [10]", ""))
+    done = CliRunner().invoke(app, ["simulate", str(recipe), "--fleet", str(fleet)], catch_exceptions=False)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("tiny on boards: one step of 1.02 k tokens in 2 micro-batches, 8.05e-06 PFLOP;")
+    assert any(re.match(r"6 +sub_gemm +unlimited +\d+ s", line) for line in lines)
+    assert any(re.match(r"6 +pipeline +not used +\(\d+ s\)", line) for line in lines)
+    assert "  pipeline with 6 devices needs" in done.stdout and "In brackets: does not run here" in done.stdout
+
+
+def test_tiles_with_mistakes_are_told_in_one_sentence(tmp_path: Path) -> None:
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(tiles_recipe)
+    for arguments, sentence in (
+        (("--devices", "8;6"), "--devices is '8;6' and must be numbers from 1 to 100,000"),
+        (("--faults", "1"), "--faults are not played for sub_gemm"),
+        (("--set", "strategy.attention=true"), "set strategy.attention and strategy.checkpointing to false"),
+    ):
+        with pytest.raises(PotluckError, match=re.escape(sentence)):
+            CliRunner().invoke(app, ["simulate", str(recipe), *arguments], catch_exceptions=False)
+    with pytest.raises(PotluckError, match="--devices is for sub_gemm and the strategy is diloco"):
+        CliRunner().invoke(app, ["simulate", "stdlib-gpt", "--devices", "8"], catch_exceptions=False)
 
 
 def test_what_is_not_there_is_named() -> None:

@@ -1,8 +1,8 @@
 """How large a fleet the simulator plays: real seconds and memory of DiLoCo with a 1.2 B-parameter model.
 
 Two fleets of home machines, by the shipping coordinator and workers on the virtual clock: 1,000 devices for 20 rounds
-(within 60 s and 2 GB is the target) and 4,000 for 5 (within 120 s). Beside them one batch of Llama-2-70B in tiles on 8,192
-devices (within 60 s and 4 GB). Memory is the most that a process of its own held.
+(within 60 s and 2 GB is the target) and 4,000 for 5 (within 120 s). Beside them one batch of Llama-2-70B in tiles on
+8,192 devices (within 60 s and 4 GB). Memory is the most that a process of its own held.
 """
 
 from __future__ import annotations

@@ -193,7 +193,8 @@ class _Layer:
     def _splits(self, kept_for: float) -> list[_Way]:
         """For more and more parts of n, as long as that helps."""
         found: list[_Way] = []
-        parts, num_worse, least_s, near_s = 1, 0, np.inf, 1.0
+        near_s: float | None = None
+        parts, num_worse, least_s = 1, 0, np.inf
         most = min(_most_inner_parts, len(self.rates), max(1, self.product.n // _least_inner))
         while parts <= (most if self.options.may_split_inner else 1) and num_worse < 2:
             way = self._estimate(parts, kept_for, self.sample, precision=_rough, near_s=near_s)
@@ -206,7 +207,7 @@ class _Layer:
         return found
 
     def _estimate(
-        self, parts: int, kept_for: float, rates: Rates, *, near_s: float, precision: float = _precise
+        self, parts: int, kept_for: float, rates: Rates, *, near_s: float | None, precision: float = _precise
     ) -> _Way | None:
         demand = self._demand(rates, inner=-(-self.product.n // parts), kept_for=kept_for)
         found = select(
