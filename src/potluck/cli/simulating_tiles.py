@@ -214,9 +214,10 @@ def charts(found: Comparison, title: str) -> list[Chart]:
 def _chart(
     title: str, x_name: str, y_name: str, lines: Mapping[str, list[tuple[float, float]]], unfit: set[str]
 ) -> Chart:
-    """Lines of what the devices have no memory for are dashed."""
+    """Lines of what the devices have no memory for are dashed, with a star."""
+    has_unfit = any(name.partition(",")[0] in unfit for name in lines)
     return Chart(
-        title=title,
+        title=title + " (*: had they the memory)" * has_unfit,
         x_name=x_name,
         y_name=y_name,
         lines=tuple(
