@@ -11,10 +11,11 @@ An error of the size that must be found, `least_error` rms(C), shows as s_i >= 0
 (+d, -d in one row are seen by half of the vectors). Rows that do not pass, and rows so much larger than the others
 that the bound hides such an error, are multiplied again in fp64 and compared by element:
 
-    |c - ab| <= w |ab| + u (1.2 sqrt(n) + 4) t + min(u / 2 n sqrt(n) t, least_error / 4 rms(C)),  t^2 = sum_k a_k^2 b_k^2
+    |c - ab| <= w |ab| + u (1.2 sqrt(n) + 4) t + min(u n sqrt(n) / 2 t, least_error / 4 rms(C))
 
-whose terms are the reply's rounding, sums of terms of any sign rounded at random, and sums whose terms have one sign for
-long, as those of real layers do: they grow far beyond C before they cancel, or all of their rounding goes one way.
+with t^2 = sum_k a_k^2 b_k^2. The terms are the reply's rounding, sums of terms of any sign rounded at random, and sums
+whose terms have one sign for long, as real layers have: those grow far beyond C before they cancel, or all of their
+rounding goes one way.
 No more than 1 / r^2 of the rows are r times larger than the rest, so an honest tile seldom costs more than the vectors.
 The operands are those that the device got: after rounding to the wire's type.
 
