@@ -273,10 +273,11 @@ def split(bench: _Bench, num_steps: int) -> dict[str, Any]:
 
 
 def checks(bench: _Bench, num_steps: int) -> dict[str, Any]:
-    """What the head spends on checking tiles, of a step on throttled links."""
-    with bench.running(recipe(model=_wide(128), batch_size=16), is_throttled=True) as run:
+    """What the head spends on checking tiles, of a step of 2,048 tokens on throttled links."""
+    with bench.running(recipe(model=_wide(256), batch_size=32, num_tiles=2), is_throttled=True) as run:
         steps = measured(run, num_steps, warm=2)
     return {
+        "tiles_median": round(middle(steps, "tiles_issued")),
         "checks_s_median": round(middle(steps, "checks_s"), 4),
         "step_s_median": round(middle(steps, "step_s"), 3),
         "percent_of_step": round(100 * sum(s["checks_s"] for s in steps) / sum(s["step_s"] for s in steps), 2),
