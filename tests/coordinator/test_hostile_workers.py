@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
+from worlds import virtual_world
 
-from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.clock import run_virtual
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import write_flat
 from potluck.coordinator.service import MAX_TRANSFERS
@@ -158,10 +159,7 @@ def run_with(
     )
 
     async def main() -> tuple[World, Liar]:
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=0.3))), problem.make_deck, folder,
-            clock=VirtualClock(), make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=0.3)), folder)
         await world.start()
         liar = Liar(world, folder / "liar", lie, spoil=spoil)
         lying = asyncio.create_task(liar.work())
@@ -259,10 +257,7 @@ def attacked(folder: Path, attack: Callable[[World, Connection], Awaitable[Any]]
     problem.fleet = FleetConfig(min_workers=2, no_progress_s=20.0, max_discarded_rounds=2)
 
     async def main() -> tuple[World, Any]:
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=0.3))), problem.make_deck, folder,
-            clock=VirtualClock(), make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=0.3)), folder)
         await world.start()
         for name in ("w1", "w2"):
             world.add(name, cost_s=lambda _: 10.0)

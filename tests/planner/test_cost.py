@@ -8,6 +8,7 @@ import pytest
 
 from potluck.planner.cost import (
     Calibration,
+    DeviceCost,
     Encoding,
     OpCost,
     OpSample,
@@ -23,6 +24,7 @@ from potluck.planner.cost import (
     transfer_s,
 )
 from potluck.planner.flops import Work
+from potluck.planner.memory import ModelDims
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile, GemmSpeed, LinkRates, Speeds
 
@@ -156,3 +158,20 @@ def test_the_metric_is_the_median_of_predicted_over_observed() -> None:
     assert calibration.predicted_over_observed() == {"inner": 1.0, "send": 1.5}
     calibration.forget(bert)
     assert calibration.predicted_over_observed() == {"inner": 0.5}
+
+
+def test_products_and_attention_by_hand() -> None:
+    cost = DeviceCost(
+        gemm=OpCost(s_per_flop=1e-9, s_per_call=1e-3),
+        attention=OpCost(s_per_flop=1e-8),
+        elementwise=OpCost(),
+        optimizer=OpCost(),
+    )
+    assert cost.product_s(100, 50, 20) == pytest.approx(2 * 100 * 50 * 20 * 1e-9 + 1e-3)
+    assert cost.product_s(100, 50, 20, num_calls=4) == pytest.approx(2e-4 + 4e-3)
+    dims = ModelDims(
+        num_params=1, num_layers=1, hidden_dim=8, ff_dim=8, vocab_size=8, is_gated=False, num_heads=2, head_dim=16
+    )
+    # Q K' and P V of a causal token: 2 S n_q d_h FLOPs together.
+    assert cost.attention_s(dims, seq_len=64, num_tokens=10) == pytest.approx(2 * 64 * 32 * 10 * 1e-8)
+    assert cost.attention_s(dims, seq_len=64, num_tokens=10, passes=3) == pytest.approx(3 * 4.096e-4)

@@ -9,10 +9,6 @@ from typing import Any
 
 import torch
 from contract import references
-from potluck.simulator.fuzz import case_of, play_seed
-from potluck.simulator.invariants import Witness
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
 from torch import Tensor, nn
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
@@ -23,6 +19,10 @@ from potluck.data.shards import Shard, Span
 from potluck.fleet.config import FleetConfig
 from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
+from potluck.simulator.exact.fuzz import case_of, play_seed
+from potluck.simulator.exact.invariants import Witness
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.transport.memory import Link
 from potluck.types.ids import WorkerId

@@ -406,20 +406,24 @@ def test_a_task_that_ends_before_the_snapshot_leaves_its_own_state(tmp_path: Pat
 # Stopping
 
 
+def suspend_in_step_four(machine: Machine) -> None:
+    step = machine.replica.on_step
+
+    def stop(info: Any) -> None:
+        step(info)
+        if machine.num_computed == 4:
+            machine.trainer.suspend()
+
+    machine.replica.on_step = stop
+
+
 def test_a_task_that_is_suspended_goes_on_in_the_same_process(tmp_path: Path) -> None:
     spec = spec_of(gpt2())
     expected = undisturbed(tmp_path, spec, inner, False)
     machine = Machine(tmp_path / "held", spec, every_steps=0)
     machine.do(inner, lease(0))
     machine.num_computed = 0
-    step = machine.replica.on_step
-
-    def stop_in_step_four(info: Any) -> None:
-        step(info)
-        if machine.num_computed == 4:
-            machine.trainer.suspend()
-
-    machine.replica.on_step = stop_in_step_four
+    suspend_in_step_four(machine)
     with pytest.raises(TaskSuspended):
         machine.do(inner, lease(1))
     assert machine.num_computed == 4
@@ -434,14 +438,7 @@ def test_a_task_of_which_no_snapshot_can_be_taken_starts_again_after_it_was_susp
     machine = Machine(tmp_path / "held", spec)
     machine.do(function, lease(0))
     machine.num_computed = 0
-    step = machine.replica.on_step
-
-    def stop_in_step_four(info: Any) -> None:
-        step(info)
-        if machine.num_computed == 4:
-            machine.trainer.suspend()
-
-    machine.replica.on_step = stop_in_step_four
+    suspend_in_step_four(machine)
     with pytest.raises(TaskCancelled):
         machine.do(function, lease(1))
     got = machine.do(function, lease(1))

@@ -9,6 +9,7 @@ hours pass in milliseconds and the same program gives the same trace each time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 import time
 from collections.abc import Callable, Coroutine
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from potluck.clock.conversation import Ask, in_turns, side_by_side
+from potluck.clock.conversation import Ask, Conversation, in_turns, side_by_side
 
 T = TypeVar("T")
 
@@ -66,16 +67,23 @@ class ThreadExecutor:
     def __init__(self, num_threads: int = 1, name: str = "potluck") -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._talks = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-talk")  # what these ask may need the others
+        self._talking: set[Conversation[Any]] = set()
 
     async def run(self, fn: Callable[..., T], *args: Any, cost_s: float = 0.0) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, fn, *args)
 
     async def converse(self, work: Callable[[Ask], T]) -> T:
-        loop = asyncio.get_running_loop()
-        return await side_by_side(work, lambda run: loop.run_in_executor(self._talks, run))
+        loop, talk = asyncio.get_running_loop(), Conversation(work)
+        self._talking.add(talk)
+        try:
+            return await side_by_side(talk, lambda run: loop.run_in_executor(self._talks, run))
+        finally:
+            self._talking.discard(talk)
 
     def close(self) -> None:
         """Drop what has not begun and wait for what has: it may write to a folder that is about to be let go."""
+        for talk in list(self._talking):
+            talk.stop()  # it may wait for an answer from a loop that waits here
         self._talks.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
 
@@ -107,9 +115,14 @@ class VirtualClock:
 
     def __init__(self, epoch: float = 1_700_000_000.0) -> None:
         self.epoch = epoch
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        """Also in a thread whose work the loop waits for."""
+        with contextlib.suppress(RuntimeError):
+            self._loop = asyncio.get_running_loop()
+        assert self._loop is not None, "the clock has never been asked on its loop"
+        return self._loop.time()
 
     def time(self) -> float:
         return self.epoch + self.now()

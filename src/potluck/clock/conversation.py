@@ -85,18 +85,22 @@ class Conversation(Generic[T]):
                     value, error = None, raised
                 self._give(value, error)
         except BaseException:
-            with self._turn:
-                self._stopped = True
-                question, self._question = self._question, None
-            if question is not None:
-                question.close()
-            self._give(None, Stopped())
+            self.stop()
             raise
         assert self._result is not None
         value, error = self._result
         if error is not None:
             raise error
         return value
+
+    def stop(self) -> None:
+        """From any thread: the work ends where it asks, now or next."""
+        with self._turn:
+            self._stopped = True
+            question, self._question = self._question, None
+        if question is not None:
+            question.close()
+        self._give(None, Stopped())
 
     def _give(self, value: Any, error: BaseException | None) -> None:
         self._answer = (value, error)
@@ -118,9 +122,9 @@ async def in_turns(work: Callable[[Ask], T]) -> T:
         thread.join()
 
 
-async def side_by_side(work: Callable[[Ask], T], start: Callable[[Callable[[], None]], asyncio.Future[None]]) -> T:
+async def side_by_side(talk: Conversation[T], start: Callable[[Callable[[], None]], asyncio.Future[None]]) -> T:
     """On a real clock. `start` runs a function in a thread."""
-    loop, talk, said = asyncio.get_running_loop(), Conversation(work), asyncio.Event()
+    loop, said = asyncio.get_running_loop(), asyncio.Event()
     talk.heard = lambda: loop.call_soon_threadsafe(said.set)
 
     async def listen() -> None:

@@ -372,8 +372,12 @@ class Coordinator:
     async def checkpoint(self, state: State) -> Path:
         handles = state.named_handles()
         manifest = {"state": state.to_json(), "deal": self.deck.to_json(), "run_id": self.plan.spec.run_id}
-        save = partial(self.checkpoints.save, prune=not self._watch.suspects)  # the run may have to go back to another
-        path = await self.lanes.compute.run(save, f"round-{state.round:06d}", manifest, handles)
+        may_go_back = self._watch.suspects  # to one that would be removed
+
+        def save() -> Path:
+            return self.checkpoints.save(f"round-{state.round:06d}", manifest, handles, prune=not may_go_back)
+
+        path = await self.lanes.compute.run(save)
         self.tell("checkpoint", f"checkpoint of round {state.round} saved", path=str(path), round=state.round)
         return path
 

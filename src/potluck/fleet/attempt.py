@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from potluck.fleet.data import DataPlane, num_steps_left, num_trained, parted
@@ -33,6 +33,13 @@ class Attempt:
         row = self.replies.pop(key, None)
         if row is not None and row.version:
             self._versions[row.worker].pop(key, None)
+
+    def lose(self, key: str, issue: int, reason: str) -> None:
+        """A lease will not be answered."""
+        rows = self.leases.get(key, [])
+        for number, row in enumerate(rows):
+            if row.issue == issue:
+                rows[number] = replace(row, status="lost", reason=reason)
 
     def versions_of(self, worker: str) -> Iterable[str]:
         """Pinned states that a worker's replies lead to."""

@@ -199,9 +199,12 @@ class LiveFleet:
     async def _log_loss(self, lease: OpenLease, reason: str) -> None:
         message = lease.message
         deal = self.data.to_json() if message.round == FLOATING else None  # of a round it is written when that ends
+        if message.round == FLOATING:
+            self.floating.lose(message.key, lease.issue, reason)
         await self._lanes.ledger.run(
-            self.ledger.settle, message.round, lease.attempt, message.key, lease.issue, "lost", reason, deal
-        )
+            self.ledger.settle, message.round, lease.attempt, message.key, lease.issue, "lost", reason, deal,
+            self.paces.kept(lease.worker, message.num_sequences),
+        )  # fmt: skip
 
     def _give_up(self, lease: OpenLease, reason: str, *, failed: bool = False) -> None:
         if lease.message.round == FLOATING and lease.id in self.book.open:
@@ -227,7 +230,7 @@ class LiveFleet:
         row = ReplyRow(
             key=message.key, worker=lease.worker, object=object, scalars=scalars, version=message.next_version
         )
-        pace = list(self.paces.seconds.get(lease.worker, ())) if message.num_sequences else []
+        pace = self.paces.kept(lease.worker, message.num_sequences)
         is_first = bool(inline) or await self._lanes.ledger.run(
             self.ledger.reply, message.round, lease.attempt, row, lease.issue, pace
         )

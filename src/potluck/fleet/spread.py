@@ -88,7 +88,6 @@ class Play:
     bag: Bag
     scope: str  # what names of values hold for
     flights: set[Flight] = field(default_factory=set[Flight])
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     error: BaseException | None = None
 
@@ -114,12 +113,11 @@ class Spreader:
         try:
             while True:
                 play.changed.clear()
-                async with play.lock:
-                    self._step(play)
-                    if play.error is not None:
-                        raise play.error
-                    if bag.is_done:
-                        return
+                self._step(play)
+                if play.error is not None:
+                    raise play.error
+                if bag.is_done:
+                    return
                 await self._pause(play)
         finally:
             watching.cancel()
@@ -132,11 +130,13 @@ class Spreader:
         for flight in list(play.flights):
             if reason := self._why_lost(flight.lane, now):
                 self._lose(flight, reason, now)
-            elif not play.bag.is_wanted(flight.piece):
-                self._withdraw(flight)
         if play.error is not None or play.bag.is_done:
             return
-        for worker, piece in play.bag.issue(self.here(), now):
+        issued = play.bag.issue(self.here(), now)
+        for flight in list(play.flights):
+            if not play.bag.is_wanted(flight.piece):
+                self._withdraw(flight)
+        for worker, piece in issued:
             lane = self._streams.get(worker)
             if lane is None:
                 play.bag.lose(worker, piece, f"{worker} has gone", now)
@@ -251,7 +251,13 @@ class Spreader:
             _pack, {k: o.values for k, o in piece.operands.items() if k not in kept}, piece.wire
         )
         request = PieceRequest(
-            id=flight.id, task=piece.task, arguments=piece.arguments, operands=names, kept=kept, bundle=bundle
+            id=flight.id,
+            task=piece.task,
+            arguments=piece.arguments,
+            operands=names,
+            kept=kept,
+            bundle=bundle,
+            memory_bytes=piece.memory_bytes,
         )
         for frame in piece_frames(request):
             await send(frame)
@@ -279,41 +285,37 @@ class Spreader:
             await self._judge(lane, flight, reply)
 
     async def _judge(self, lane: Lane, flight: Flight, reply: PieceReply) -> None:
-        member, play = lane.member, flight.play
-        async with play.lock:
-            if lane.flights.get(flight.id) is not flight:
-                return  # withdrawn meanwhile
-            now = self._clock.now()
-            if reply.missing and not flight.sends_all:
-                lane.kept.difference_update(f"{o.name}@{play.scope}" for o in flight.piece.operands.values())
-                flight.sends_all = True
-                lane.outbox.append(flight)
-                lane.ready.set()
-                return
-            if reply.missing or reply.error:
-                why = printable(reply.error, MAX_ERROR_LENGTH) or "it keeps nothing of what it is sent"
-                reason = f"{member.id} could not do {flight.piece.task}: {why}"
-                self._over(flight)
-                self._lose(flight, reason, now)
-                if not reply.declined:
-                    self._roster.failed(member, why, now)
-                    self.refused(member.id, reason)
-                return
-            try:
-                await self._transfers.run(_take, flight, reply, member.id, now)
-            except (InvalidUpdate, CorruptError) as error:
-                reason = f"{member.id} sent a result of {flight.piece.task} that was refused: {error}"
-                self._over(flight)
-                self._lose(flight, reason, now)
-                self._roster.refused(member, str(error), now)
-                self.refused(member.id, reason)
-                return
-            except Exception as error:
-                play.error = error
-            member.failing = False
-            self._learn(flight, reply, now)
+        member, play, now = lane.member, flight.play, self._clock.now()
+        if reply.missing and not flight.sends_all:
+            lane.kept.difference_update(f"{o.name}@{play.scope}" for o in flight.piece.operands.values())
+            flight.sends_all = True
+            lane.outbox.append(flight)
+            lane.ready.set()
+            return
+        if reply.missing or reply.error:
+            why = printable(reply.error, MAX_ERROR_LENGTH) or "it keeps nothing of what it is sent"
+            reason = f"{member.id} could not do {flight.piece.task}: {why}"
             self._over(flight)
-            play.changed.set()
+            self._lose(flight, reason, now)
+            if not reply.declined:
+                self._roster.failed(member, why, now)
+                self.refused(member.id, reason)
+            return
+        try:
+            await self._transfers.run(_take, flight, reply, member.id, now)
+        except (InvalidUpdate, CorruptError) as error:
+            reason = f"{member.id} sent a result of {flight.piece.task} that was refused: {error}"
+            self._over(flight)
+            self._lose(flight, reason, now)
+            self._roster.refused(member, str(error), now)
+            self.refused(member.id, reason)
+            return
+        except Exception as error:
+            play.error = error
+        member.failing = False
+        self._learn(flight, reply, now)
+        self._over(flight)
+        play.changed.set()
 
     def _learn(self, flight: Flight, reply: PieceReply, now: float) -> None:
         """What the link gives, by how the bytes of request and reply came."""

@@ -20,7 +20,8 @@ from itertools import combinations
 
 import numpy as np
 
-from potluck.planner.flops import Work
+from potluck.planner.flops import Work, forward_flops
+from potluck.planner.memory import ModelDims
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile, LinkRates, Speeds
 
@@ -105,6 +106,14 @@ class DeviceCost:
     attention: OpCost
     elementwise: OpCost
     optimizer: OpCost
+
+    def product_s(self, m: int, n: int, q: int, *, num_calls: int = 1) -> float:
+        """C[m, q] = A[m, n] B[n, q], in so many calls: 2 m n q FLOPs."""
+        return self.gemm.seconds(flops=2.0 * m * n * q, num_calls=num_calls)
+
+    def attention_s(self, dims: ModelDims, *, seq_len: int, num_tokens: int, passes: float = 1.0) -> float:
+        """The products between activations of one layer; a backward pass counts as two, trained or not."""
+        return self.attention.seconds(flops=passes * forward_flops(dims, seq_len)[1] * num_tokens)
 
     def step_s(self, work: Work) -> float:
         """One inner step, one class after the other: nothing overlaps."""

@@ -4,7 +4,7 @@
 of them on their way at once, may cut a lost piece anew, and checks every reply. Nothing of it is stored: after a
 restart of the coordinator the step that it belongs to starts again.
 
-The fleet asks and tells a bag from one thread at a time, but `take` is called in a compute thread.
+The fleet asks and tells a bag on its event loop, but calls `take` in threads, several at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Bag(Protocol):
     def is_done(self) -> bool: ...
 
     def issue(self, here: Sequence[WorkerInfo], now: float) -> Sequence[tuple[WorkerId, Piece]]:
-        """What is to be sent now. Asked at the start and after everything that happened. `here` may work: healthy."""
+        """What is to be sent now. Asked at the start and after everything that happened. `here` may work: healthy.
+
+        RoundFailed where nobody is left to do what is left.
+        """
         ...
 
     def look_at(self) -> float:
@@ -57,7 +60,7 @@ class Bag(Protocol):
         ...
 
     def take(self, worker: WorkerId, piece: Piece, reply: Mapping[str, Tensor], now: float) -> None:
-        """A reply, in a compute thread. InvalidUpdate if it is wrong, which counts against the worker."""
+        """A reply, in a thread of its own. InvalidUpdate if it is wrong, which counts against the worker."""
         ...
 
     def lose(self, worker: WorkerId, piece: Piece, reason: str, now: float) -> None:

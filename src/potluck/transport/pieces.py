@@ -1,7 +1,7 @@
 """Pieces of work on the Data stream: requests down, replies up, as frames of `protocol/frames.py`.
 
-    request    {"piece": 7, "offset": 0, "total": N, "task": …, "arguments": {…}, "kept": ["b"],
-                "operands": {"a": "", "b": "w/0:64@3"}}   the tensors of all operands but the kept ones, one packed bundle
+    request    {"piece": 7, "offset": 0, "total": N, "task": …, "arguments": {…}, "kept": ["b"], "memory": M,
+                "operands": {"a": "", "b": "w/0:64@3"}}   tensors: all operands but the kept ones, packed
     reply      {"piece": 7, "offset": 0, "total": N, "seconds": 0.02, "down": [n, s]}  the result's tensors
                {"piece": 7, "offset": 0, "total": 0, "missing": ["b"]}                 a shard that is not kept any more
                {"piece": 7, "offset": 0, "total": 0, "error": …, "declined": false}    declined: by the owner's terms
@@ -48,13 +48,14 @@ class PieceRequest:
     arguments: Mapping[str, Any]
     operands: Mapping[str, str]  # to the names of their values
     kept: frozenset[str]  # operands that were not sent
+    memory_bytes: int = 0  # that it takes, result included; 0 for not known
     bundle: bytearray = field(default_factory=bytearray)
     arrival: Arrival = field(default_factory=Arrival)
 
     def head(self) -> dict[str, Any]:
         return {
             "task": self.task, "arguments": dict(self.arguments), "operands": dict(self.operands),
-            "kept": sorted(self.kept),
+            "kept": sorted(self.kept), "memory": self.memory_bytes,
         }  # fmt: skip
 
     @staticmethod
@@ -62,7 +63,8 @@ class PieceRequest:
         """CorruptError if the head is not one of a request."""
         id = joined.id
         match joined.head:
-            case {"task": str(task), "arguments": dict(arguments), "operands": dict(operands), "kept": list(kept)}:
+            case {"task": str(task), "arguments": dict(arguments), "operands": dict(operands), "kept": list(kept),
+                  "memory": int(memory)} if 0 <= memory < 1 << 60:  # fmt: skip
                 names = {str(k): v for k, v in operands.items() if isinstance(v, str) and len(v) <= MAX_NAME_LENGTH}
                 if not 0 < len(operands) <= MAX_OPERANDS or len(names) != len(operands) or not {*kept} <= {*names}:
                     raise CorruptError(f"piece {id} names its operands in no way that can be read")
@@ -71,7 +73,7 @@ class PieceRequest:
                     raise CorruptError(f"piece {id} has arguments that are neither numbers nor strings")
                 return PieceRequest(
                     id=id, task=task, arguments=given, operands=names, kept=frozenset(kept), bundle=joined.data,
-                    arrival=joined.arrival,
+                    arrival=joined.arrival, memory_bytes=memory,
                 )  # fmt: skip
             case _:
                 raise CorruptError(f"piece {id} lacks its task, arguments or operands")

@@ -49,7 +49,8 @@ class Pieces:
 
     def reset(self) -> None:
         """A new stream: whatever came on the last one is not wanted any more."""
-        self._joiner = PieceJoiner(lambda _: self.limit_bytes, self._clock.now)
+        self._joiner = PieceJoiner(lambda id: 0 if id in self._too_large else self.limit_bytes, self._clock.now)
+        self._too_large: set[int] = set()
         self._queue: deque[PieceRequest] = deque()
         self._at_work: PieceRequest | None = None
         self._withdrawn: set[int] = set()
@@ -82,12 +83,29 @@ class Pieces:
         if "withdraw" in head:
             self._drop(withdrawn(head))
             return
+        self._refuse_too_large(head)
         done = self._joiner.add(head, data)
         if done is not None:
             self._queued(PieceRequest.read(done))
         while self._num_bytes() > self.limit_bytes and (self._queue or self._at_work or self._replies):
             self._changed.clear()
             await self._changed.wait()
+
+    def _refuse_too_large(self, head: Mapping[str, Any]) -> None:
+        """A piece that its owner's limit does not allow, before any of it is kept."""
+        match head:
+            case {"piece": int(id), "total": int(total), "memory": int(memory)} if (
+                max(total, memory) > self.limit_bytes and len(self._too_large) < MAX_QUEUED
+            ):
+                self._too_large.add(id)
+                self._reply(
+                    PieceReply(
+                        id=id,
+                        error=f"it takes {max(total, memory):,} bytes and {self.limit_bytes:,} are given; see --max-memory",
+                    )
+                )
+            case _:
+                pass
 
     def _queued(self, request: PieceRequest) -> None:
         if self._held:
@@ -140,7 +158,7 @@ class Pieces:
                 self._changed.clear()
                 await self._changed.wait()
             request = self._at_work = self._queue.popleft()
-            room = self.limit_bytes - self._num_bytes()
+            room = self.limit_bytes - self._num_bytes() - max(request.memory_bytes - len(request.bundle), 0)
             reply = await self._compute.run(self._perform, request, room)
             is_wanted = request.id not in self._withdrawn
             self._withdrawn.discard(request.id)

@@ -54,3 +54,11 @@ def test_faults_are_drawn_for_every_machine_and_of_every_kind() -> None:
     assert {f.machine for f in drawn} == {coordinator, "w1", "w2"}
     assert not [f for f in drawn if f.machine == coordinator and f.kind in WORKERS_ONLY]
     assert all(1 <= f.point < 100 and 0.1 <= f.lasts_s <= 100 for f in drawn)
+
+
+@pytest.mark.parametrize("first", range(0, 24, 8))
+def test_no_product_is_wrong_whatever_happens_to_devices(first: int) -> None:
+    """Sub-GEMM: a committed step is that of a plain run with the same data, up to the order of sums."""
+    verdicts = [play_seed(seed, only=("sub_gemm",)) for seed in range(first, first + 8)]
+    assert [(v.seed, v.detail) for v in verdicts if not v.is_good] == []
+    assert sum(v.outcome == "finished" for v in verdicts) >= 7

@@ -109,3 +109,19 @@ def test_replies_that_are_no_tile_are_refused(wrong: Tensor, match: str) -> None
 def test_factors_that_are_not_finite_are_the_heads_own_fault() -> None:
     with pytest.raises(NotFinite, match="a factor of a product holds NaN or infinity"):
         check_tile(torch.full((2, 2), torch.inf), torch.ones(2, 2), torch.ones(2, 2), wire="fp32", generator=chance())
+    large = torch.full((2, 2), 1e20)
+    with pytest.raises(NotFinite, match="may overflow"):
+        check_tile(large, large, large @ large, wire="fp32", generator=chance())
+    check_tile(large, large * 0.01, large @ (large * 0.01), wire="fp32", generator=chance())
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_device_without_denormal_numbers_is_honest(wire: str) -> None:
+    generator = chance(8)
+    for shape in ((6, 50, 7), (90, 300, 60)):
+        a, b, c = honest_tile(wire, generator, factors="denormal", shape=shape)
+        check_tile(a, b, torch.zeros_like(c), wire=wire, generator=generator)
+        a, b, c = honest_tile(wire, generator, factors="normal", shape=shape)
+        a[0] *= 1e-39
+        c[0] = 0
+        check_tile(a, b, c, wire=wire, generator=generator)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from potluck.planner.tiles.device import Head
 from potluck.strategies.bag import Piece
-from potluck.strategies.sub_gemm.assembly import Box
+from potluck.strategies.sub_gemm.assembly import Assembly, Box
 from potluck.strategies.sub_gemm.checks import check_tile
+from potluck.strategies.sub_gemm.holdings import Holdings
 from potluck.strategies.sub_gemm.pieces import Terms
 from potluck.strategies.sub_gemm.product import Matrix, Product
 from potluck.strategies.sub_gemm.tile_bag import TileBag
@@ -150,13 +151,15 @@ def test_late_and_double_replies_do_not_count() -> None:
     bag = bag_of(product, devices)
     here = tuple(d.info for d in devices)
     (first, piece), (second, other) = bag.issue(here, 0.0)
+    bag.take(second, piece, answer(piece), 0.1)  # somebody else's
+    assert bag.is_wanted(piece) and bag.tally.num_ignored == 1
     for at in (0.1, 0.2, 0.3):
         bag.take(first, piece, answer(piece), at)
     bag.take(second, piece, {"c": torch.zeros(8, 4)}, 0.4)  # not even its own
-    assert not bag.is_done and bag.tally.num_ignored == 3
+    assert not bag.is_done and bag.tally.num_ignored == 4
     bag.lose(second, other, "it left", 0.5)
     bag.take(second, other, answer(other), 0.6)
-    assert not bag.is_done and bag.tally.num_ignored == 4
+    assert not bag.is_done and bag.tally.num_ignored == 5
     ((_, again),) = bag.issue(here, 0.6)
     assert not bag.is_wanted(other) and bag.is_wanted(again)
     bag.take(first, again, answer(again), 0.7)
@@ -286,6 +289,54 @@ def test_the_head_takes_the_tail_where_that_is_quicker() -> None:
     assert bag.tally.num_by_head == 1 and bag.tally.num_reissued == 0
 
 
+def test_the_head_takes_the_last_tile_of_a_slow_device_without_waiting_for_it_to_be_late() -> None:
+    product, devices = whole_numbers(64, 64, 64), fleet(1e6, 1e5)
+    placed = [(devices[0].id, Box(0, 16, 0, 64, 0, 64)), (devices[1].id, Box(16, 64, 0, 64, 0, 64))]
+    devices[0].memory = 4 * (16 * 64 + 64 * 64 + 16 * 64)  # so that it can take no copy
+    bag = TileBag(product, placed, terms=terms(head=Head(s_per_flop=4.5e-6)), times=TileTimes())
+    assert play(bag, devices) < 0.2  # 0.16 s and 4 s; the head takes 1.8 s for the second and 2.4 s for both
+    assert torch.equal(bag.result(), product_of(product))
+    assert bag.tally.num_by_head == 1 and bag.tally.num_late == 0
+
+
+def test_the_head_waits_for_a_copy_that_is_sooner_done() -> None:
+    product, devices = whole_numbers(64, 64, 64), fleet(1e6, 1e5)
+    placed = [(devices[0].id, Box(0, 32, 0, 64, 0, 64)), (devices[1].id, Box(32, 64, 0, 64, 0, 64))]
+    bag = TileBag(product, placed, terms=terms(head=Head(s_per_flop=3e-6)), times=TileTimes())
+    play(bag, devices)
+    assert bag.tally.num_copies == 1 and torch.equal(bag.result(), product_of(product))
+    assert bag.tally.num_by_head == 0
+
+
+def test_a_late_device_is_given_nothing_until_it_answers() -> None:
+    product, devices = whole_numbers(64, 64, 96), fleet(1e6, 1e6, 1e6)
+    devices[1].hangs_at = 0.0
+    bag = bag_of(product, devices, num_each=6, num_in_flight=2)
+    play(bag, devices)
+    tile_bytes = 4 * (2 * 11 + 32) * 64  # two strips of 32 columns, which they share
+    assert bag.tally.down_bytes[devices[1].id] <= tile_bytes
+    assert torch.equal(bag.result(), product_of(product))
+
+
+def test_who_is_gone_holds_nothing_when_it_comes_back() -> None:
+    product, devices, holdings = whole_numbers(16, 16, 16), fleet(1e6, 1e6), Holdings()
+    bag = TileBag(product, strips(product, devices), terms=terms(), times=TileTimes(), holdings=holdings)
+    here = tuple(d.info for d in devices)
+    bag.issue(here, 0.0)
+    assert holdings.holds(devices[0].id, "x[0:16,0:16]") and holdings.holds(devices[1].id, "x[0:16,0:16]")
+    bag.issue(here[1:], 0.1)
+    assert not holdings.holds(devices[0].id, "x[0:16,0:16]") and holdings.holds(devices[1].id, "x[0:16,0:16]")
+
+
+def test_late_devices_are_better_than_nobody() -> None:
+    product, devices, times = whole_numbers(16, 16, 16), fleet(1e6, 1e6), TileTimes()
+    for d in devices:
+        times.fell_silent(d.id, 100.0, 0.0)
+    bag = TileBag(product, strips(product, devices), terms=terms(), times=times)
+    assert play(bag, devices, begin=1.0) < 1.0
+    assert torch.equal(bag.result(), product_of(product))
+
+
 def test_a_joiner_is_used_at_once() -> None:
     product, slow = whole_numbers(32, 64, 256), fleet(1e5)
     alone_s = play(bag_of(product, slow, num_each=16), fleet(1e5))
@@ -294,6 +345,7 @@ def test_a_joiner_is_used_at_once() -> None:
     took_s = play(bag, devices)
     assert took_s < 1.0 + 0.2 * alone_s
     assert bag.tally.up_bytes[WorkerId("new")] > 4 * 32 * 128
+    assert bag.tally.num_reissued <= 2  # it takes what waits; only what is in flight is done twice
 
 
 def test_near_the_end_the_slowest_tile_has_a_copy_and_the_first_reply_wins() -> None:
@@ -321,6 +373,42 @@ def test_a_late_reply_for_a_tile_that_was_cut_anew_counts_if_it_is_first() -> No
     bag.take(devices[0].id, late, answer(late), 5.1)
     assert bag.is_done and not bag.is_wanted(parts[1][1])
     assert torch.equal(bag.result(), product_of(product))
+
+
+def test_a_late_reply_may_come_while_the_last_part_is_put_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, devices = whole_numbers(64, 64, 192), fleet(1e6, 1e6, 1e6)
+    bag = bag_of(product, devices)
+    here = tuple(d.info for d in devices)
+    sent = dict(bag.issue(here, 0.0))
+    late = sent.pop(devices[0].id)
+    for id, piece in sent.items():
+        bag.take(id, piece, answer(piece), 0.6)
+    parts = bag.issue(here, bag.look_at())
+    put = Assembly.put
+
+    def put_and_meet_another_thread(assembly: Assembly, box: Box, values: Tensor) -> None:
+        put(assembly, box, values)
+        if assembly.is_complete and assembly.whole != Box(0, 64, 0, 192, 0, 64):
+            bag.take(devices[0].id, late, answer(late), 5.0)
+
+    monkeypatch.setattr(Assembly, "put", put_and_meet_another_thread)
+    for part in parts:
+        bag.take(*part, answer(part[1]), 5.0)
+    assert bag.is_done and torch.equal(bag.result(), product_of(product))
+
+
+def test_it_is_not_done_before_the_last_tile_is_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, devices, put = whole_numbers(8, 8, 8), fleet(1e6), Assembly.put
+    bag = bag_of(product, devices)
+    were_done: list[bool] = []
+
+    def put_and_look(assembly: Assembly, box: Box, values: Tensor) -> None:
+        were_done.append(bag.is_done)
+        put(assembly, box, values)
+
+    monkeypatch.setattr(Assembly, "put", put_and_look)
+    play(bag, devices)
+    assert were_done == [False] and bag.is_done
 
 
 def test_replies_may_be_taken_in_many_threads() -> None:

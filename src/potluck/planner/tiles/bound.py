@@ -20,6 +20,8 @@ from potluck.planner.tiles.product import Product
 _num_bisections = 60
 _num_widths = 24
 _precision = 1e-4
+_side_margin = 1.005
+"""Rectangles in whole numbers are a little less even than the areas that they were planned with."""
 _even_area = 2e-3
 """Shapes of a device's rectangle that are as large as its largest but for this share: the one with the fewest bytes."""
 _longest_s = 1e12
@@ -92,7 +94,7 @@ def select(demand: Demand, head: Head, *, num_copies: int = 1, least_side: int =
         if count > len(order):
             return None
         chosen = order[:count]
-        if np.sqrt(areas[chosen]).mean() < min(least_side, demand.plane.rows, demand.plane.cols):
+        if np.sqrt(areas[chosen]).mean() < _side_margin * min(least_side, demand.plane.rows, demand.plane.cols):
             return None
         rows, cols = rows[chosen], cols[chosen]
         if shared_times(demand.plane, head, rows, cols).most_s > seconds:

@@ -18,20 +18,24 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from potluck.planner.tiles.bound import Selection, lower_bound_s, select
-from potluck.planner.tiles.device import Head, Ints, Rates, TileDevice, rates_of
+from potluck.planner.tiles.bound import Selection, lower_bound_s, select, shared_times
+from potluck.planner.tiles.device import Floats, Head, Ints, Rates, TileDevice, rates_of
 from potluck.planner.tiles.plan import Plan
 from potluck.planner.tiles.plane import Demand, Plane
 from potluck.planner.tiles.pricing import Part, loads_of, price, tiles_of
 from potluck.planner.tiles.product import Options, Product
-from potluck.planner.tiles.tiling import slowest_s, tile_plane
+from potluck.planner.tiles.tiling import most_sliced, sides, slowest_s, tile_plane
 from potluck.planner.tiles.verify import verify
 
 _most_inner_parts = 512
+_most_rounds = 64
+"""Rectangles that one device does one after the other, where its memory allows none large enough."""
 _least_inner = 64
 """Columns of A below which the inner dimension is not split further."""
-_most_stretch = 1.05
-"""Bytes of a rectangle by those of its best shape, where the coordinator's link or the head's checks count."""
+_most_stretch = 1.25
+"""Bytes of a rectangle by those of its best shape, where a device's own link would allow more."""
+_most_stretch_shared = 1.05
+"""The same where bytes or sides cost the coordinator's link or the head any time."""
 _worth_a_look = 1.2
 """Alternatives whose estimate is within this factor of the best are laid out and priced."""
 
@@ -58,8 +62,12 @@ def cheapest(
     if not devices:
         return native(product, devices, head, options, "there is no device")
     rates = rates_of(devices, num_tiles=options.num_tiles)
-    layer = _Layer(product, devices, rates, head, options)
-    plans = [plan for way in layer.ways() if (plan := layer.lay_out(way)) is not None]
+    plans: list[Plan] = []
+    num_rounds = 1
+    while not plans and num_rounds <= _most_rounds:
+        layer = _Layer(product, devices, rates, head, options, num_rounds)
+        plans = [plan for way in layer.ways() if (plan := layer.lay_out(way)) is not None]
+        num_rounds *= 4
     if not plans:
         return native(product, devices, head, options, "no device has the memory for a tile of it")
     best = pick(plans, next((plan for plan in plans if plan.method == "plain"), None))
@@ -115,7 +123,9 @@ def native(product: Product, devices: Sequence[TileDevice], head: Head, options:
     )
 
 
-def product_plane(product: Product, options: Options, *, inner: int, keeps: bool = False, kept_for: float = 1.0) -> Plane:
+def product_plane(
+    product: Product, options: Options, *, inner: int, keeps: bool = False, kept_for: float = 1.0
+) -> Plane:
     """The plane of C for `inner` of n. `keeps`: columns of B stay; their bytes count as those of one of `kept_for`."""
     return Plane(
         rows=product.m,
@@ -134,12 +144,20 @@ def product_plane(product: Product, options: Options, *, inner: int, keeps: bool
 
 
 class _Layer:
-    """A product before a fleet."""
+    """A product before a fleet, of which each device does up to `num_rounds` rectangles one after the other."""
 
     def __init__(
-        self, product: Product, devices: Sequence[TileDevice], rates: Rates, head: Head, options: Options
+        self,
+        product: Product,
+        devices: Sequence[TileDevice],
+        rates: Rates,
+        head: Head,
+        options: Options,
+        num_rounds: int,
     ) -> None:
-        self.product, self.devices, self.rates = product, devices, rates
+        self.product, self.devices, self.num_rounds = product, devices, num_rounds
+        self.rates = rates.in_turns(num_rounds)
+        self.lower_bound_s = lower_bound_s(product, rates)
         self.head, self.options = head, options
 
     def ways(self) -> list[_Way]:
@@ -177,15 +195,11 @@ class _Layer:
         if found is None:
             return None
         added_s = self.head.add_s_per_element * (parts - 1) * self.product.m * self.product.q
-        return _Way(
-            num_inner_parts=parts, kept_for=kept_for, seconds=max(found.seconds, added_s), selection=found
-        )
+        return _Way(num_inner_parts=parts, kept_for=kept_for, seconds=max(found.seconds, added_s), selection=found)
 
     def _demand(self, rates: Rates, *, inner: int, kept_for: float) -> Demand:
         """`kept_for` as in `_Way`."""
-        plane = product_plane(
-            self.product, self.options, inner=inner, keeps=kept_for > 0, kept_for=max(kept_for, 1.0)
-        )
+        plane = product_plane(self.product, self.options, inner=inner, keeps=kept_for > 0, kept_for=max(kept_for, 1.0))
         return Demand(plane, rates, serial=1.0 / self.options.num_tiles if self.options.num_tiles else 0.0)
 
     def lay_out(self, way: _Way) -> Plan | None:
@@ -204,13 +218,13 @@ class _Layer:
             product=self.product,
             options=self.options,
             devices=tuple(self.devices),
-            tiles=tiles_of(parts, self.devices, num_tiles),
-            loads=loads_of(parts, self.devices, first.seconds),
+            tiles=tiles_of(parts, self.devices, num_tiles, self.num_rounds),
+            loads=loads_of(parts, self.devices, first.seconds, self.num_rounds),
             num_inner_parts=way.num_inner_parts,
             keeps_weights=way.keeps_weights,
             first_s=first.most_s,
             later_s=later.most_s,
-            lower_bound_s=lower_bound_s(self.product, self.rates),
+            lower_bound_s=self.lower_bound_s,
             first_down_bytes=first.shared.down_bytes,
             later_down_bytes=later.shared.down_bytes,
             up_bytes=first.shared.up_bytes,
@@ -233,12 +247,8 @@ class _Layer:
         groups: list[tuple[Ints, Ints]] = []
         for hand in range(count):
             members = chosen[hands == hand]
-            demand = self._demand(
-                self.rates.take(members), inner=-(-self.product.n // count), kept_for=way.kept_for
-            )
-            if self.head.counts_sides:
-                demand.most_down_bytes = _most_stretch * down_bytes[hands == hand]
-            rectangles = tile_plane(demand, way.seconds)
+            demand = self._demand(self.rates.take(members), inner=-(-self.product.n // count), kept_for=way.kept_for)
+            rectangles = self._tiled(demand, way, down_bytes[hands == hand])
             if rectangles is None:
                 return []
             groups.append((members, rectangles))
@@ -248,13 +258,31 @@ class _Layer:
             parts = self._with_depths(way, groups, equal)
         return parts
 
+    def _tiled(self, demand: Demand, way: _Way, down_bytes: Floats) -> Ints | None:
+        """Rectangles for a part of n, of which `down_bytes` would be the fewest for each device.
+
+        A few devices fit together in shapes far from those, so for them bounding bytes may cost more than it saves.
+        """
+        free = tile_plane(demand, way.seconds) if len(demand) <= most_sliced else None
+        if free is not None and not self.head.counts_sides:
+            return free
+        stretch = _most_stretch_shared if self.head.counts_sides else _most_stretch
+        demand.most_down_bytes = stretch * down_bytes
+        bound = tile_plane(demand, way.seconds)
+        if free is None or bound is None:
+            return bound if free is None else free
+
+        def end_s(rectangles: Ints) -> float:
+            shared = shared_times(demand.plane, self.head, *sides(rectangles))
+            return max(slowest_s(demand, rectangles), way.num_inner_parts * shared.most_s)
+
+        return min(free, bound, key=end_s)
+
     def _with_depths(self, way: _Way, groups: Sequence[tuple[Ints, Ints]], depths: Ints) -> list[Part]:
         starts = np.cumsum(depths) - depths
         return [
             Part(
-                demand=self._demand(
-                    self.rates.take(members), inner=int(depth), kept_for=min(way.kept_for, 1.0)
-                ),
+                demand=self._demand(self.rates.take(members), inner=int(depth), kept_for=min(way.kept_for, 1.0)),
                 members=members,
                 rectangles=rectangles,
                 k0=int(start),

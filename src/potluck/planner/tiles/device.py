@@ -105,6 +105,20 @@ class Rates:
             num_in_flight=self.num_in_flight[chosen],
         )
 
+    def in_turns(self, num_rounds: int) -> Rates:
+        """Every device `num_rounds` times, each time with its share. Tiles of two turns may be held at a time."""
+        if num_rounds == 1:
+            return self
+        taken = self.take(np.repeat(np.arange(len(self)), num_rounds))
+        return Rates(
+            down=taken.down / num_rounds,
+            up=taken.up / num_rounds,
+            s_per_flop=taken.s_per_flop * num_rounds,
+            fixed_s=taken.fixed_s,
+            memory=taken.memory / taken.num_in_flight,
+            num_in_flight=taken.num_in_flight,
+        )
+
 
 def rates_of(devices: Sequence[TileDevice], *, num_tiles: int = 1) -> Rates:
     """ValueError for a device whose numbers are none: rates above 0, times of 0 or more."""

@@ -11,17 +11,18 @@ from dataclasses import replace
 
 import numpy as np
 
+from potluck.planner.tiles.choose import product_plane
 from potluck.planner.tiles.device import Ints, Rates, TileDevice, rates_of
 from potluck.planner.tiles.plan import Plan, Tile
 from potluck.planner.tiles.plane import Demand
 from potluck.planner.tiles.pricing import Part, tiles_of
-from potluck.planner.tiles.choose import product_plane
 from potluck.planner.tiles.strips import quick_rectangles
 from potluck.planner.tiles.verify import tiling_fault
 from potluck.types.ids import WorkerId
 
 _most_helpers = 96
 """Survivors that share one orphan."""
+
 
 def replan_orphans(
     plan: Plan, lost: Collection[WorkerId], survivors: Sequence[TileDevice], finished: Collection[Tile]
@@ -38,7 +39,10 @@ def replan_orphans(
     rates = rates_of(survivors, num_tiles=plan.options.num_tiles)
     replaced: list[Tile] = []
     busy_s = np.zeros(len(survivors))
-    for orphan, helpers in zip(orphans, _helpers(plan, orphans, rates), strict=True):
+    helpers_of = _helpers(plan, orphans, rates)
+    most_served = int(np.bincount(np.concatenate(helpers_of)).max())
+    rates = replace(rates, memory=rates.memory / np.minimum(rates.num_in_flight, most_served))
+    for orphan, helpers in zip(orphans, helpers_of, strict=True):
         part = _part(plan, orphan, helpers, rates)
         if part is None:
             size = "x".join(str(orphan[i + 1] - orphan[i]) for i in (0, 2, 4))

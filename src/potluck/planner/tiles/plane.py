@@ -96,9 +96,7 @@ class Demand:
         return Demand(self.plane, self.rates.take(places), serial=self.serial, most_down_bytes=most)
 
     def transposed(self) -> Demand:
-        return Demand(
-            self.plane.transposed(), self.rates, serial=self.serial, most_down_bytes=self.most_down_bytes
-        )
+        return Demand(self.plane.transposed(), self.rates, serial=self.serial, most_down_bytes=self.most_down_bytes)
 
     def parts_s(self, rows: Floats, cols: Floats) -> tuple[Floats, Floats, Floats]:
         """Seconds of download, work and upload of a rectangle for each device."""
@@ -114,7 +112,7 @@ class Demand:
         return np.where(rows * cols > 0, total, 0.0)
 
     def heights(self, widths: Floats | float, seconds: float) -> Floats:
-        """Rows of the highest rectangle of so many columns within `seconds`; at most the plane's rows. [..., devices]"""
+        """Rows of the highest rectangle of so many columns within `seconds`, at most the plane's. [..., devices]"""
         plane, a, b = self.plane, self.serial, 1.0 - self.serial
         left_s = seconds - self.rates.fixed_s
         down_0 = plane.down_col * widths * self._s_per_down

@@ -85,8 +85,14 @@ def _pipeline(part: Part, counts: Ints, num_tiles: int) -> tuple[Floats, Floats]
     return own.rates.fixed_s + serial * (down_s + compute_s + up_s - most_s), most_s
 
 
-def tiles_of(parts: Sequence[Part], devices: Sequence[TileDevice], num_tiles: int) -> tuple[Tile, ...]:
-    """In the order of handing out: the first tile of each device, then the second of each."""
+def tiles_of(
+    parts: Sequence[Part], devices: Sequence[TileDevice], num_tiles: int, num_rounds: int = 1
+) -> tuple[Tile, ...]:
+    """In the order of handing out: the first tile of each device, then the second of each.
+
+    With rounds the members of the parts are turns of the devices: number r, r + 1, ... of one after the other, each
+    priced as if it had its share of the device all the time.
+    """
     columns: list[tuple[Ints, Floats]] = []
     for part in parts:
         tiles, places = successive_tiles(part.demand, part.rectangles, num_tiles)
@@ -95,26 +101,47 @@ def tiles_of(parts: Sequence[Part], devices: Sequence[TileDevice], num_tiles: in
         of = np.repeat(np.arange(len(counts)), counts)
         finish_s = first_s[of] + most_s[of] * (places[:, 0] + 1) / places[:, 1]
         inner = np.broadcast_to(np.array([part.k0, part.k1]), (len(tiles), 2))
-        whole = np.concatenate((part.members[tiles[:, :1]], tiles[:, 1:], inner, places[:, :1]), axis=1)
-        columns.append((whole, finish_s))
-    every, finish_s = np.concatenate([c[0] for c in columns]), np.concatenate([c[1] for c in columns])
-    order = np.argsort(every[:, 7], kind="stable")
-    every, finish_s = every[order], finish_s[order]
-    ids = [devices[i].id for i in every[:, 0]]
-    return tuple(map(Tile, ids, *every[:, 1:7].T.tolist(), finish_s.tolist()))
+        columns.append((np.concatenate((part.members[tiles[:, :1]], tiles[:, 1:], inner), axis=1), finish_s))
+    turns = np.concatenate([c[0] for c in columns])
+    finish_s = np.concatenate([c[1] for c in columns])
+    by_turn = np.argsort(turns[:, 0], kind="stable")
+    turns, finish_s = turns[by_turn], finish_s[by_turn]
+    owners = turns[:, 0] // num_rounds
+    if num_rounds > 1:
+        finish_s = _in_turn(turns[:, 0], owners, finish_s) / num_rounds
+    place = np.arange(len(owners)) - np.searchsorted(owners, owners)
+    order = np.argsort(place, kind="stable")
+    ids = [devices[i].id for i in owners[order].tolist()]
+    return tuple(map(Tile, ids, *turns[order, 1:7].T.tolist(), finish_s[order].tolist()))
 
 
-def loads_of(parts: Sequence[Part], devices: Sequence[TileDevice], seconds: Floats) -> dict[WorkerId, Load]:
-    """`seconds` are those of `price`."""
+def _in_turn(turns: Ints, owners: Ints, finish_s: Floats) -> Floats:
+    """When tiles are back if the turns of a device come one after the other. All sorted by turn."""
+    is_last = np.append(turns[1:] != turns[:-1], True)
+    lasted_s = np.where(is_last, finish_s, 0.0)
+    before_s = np.cumsum(lasted_s) - lasted_s
+    return finish_s + before_s - before_s[np.searchsorted(owners, owners)]
+
+
+def loads_of(
+    parts: Sequence[Part], devices: Sequence[TileDevice], seconds: Floats, num_rounds: int = 1
+) -> dict[WorkerId, Load]:
+    """`seconds` are those of `price`, rounds as in `tiles_of`."""
     found: dict[WorkerId, Load] = {}
     at = 0
     for part in parts:
         own = part.demand.take(part.rectangles[:, 0])
         down_s, compute_s, up_s = own.parts_s(part.rows, part.cols)
         plane = part.demand.plane
-        columns = (plane.down_bytes(part.rows, part.cols), plane.up_bytes(part.rows, part.cols), down_s, up_s, compute_s)
+        down_bytes, up_bytes = plane.down_bytes(part.rows, part.cols), plane.up_bytes(part.rows, part.cols)
         finish_s = seconds[at : at + len(down_s)]
         at += len(down_s)
-        ids = [devices[part.members[i]].id for i in part.rectangles[:, 0]]
-        found |= dict(zip(ids, map(Load, *(c.tolist() for c in columns), finish_s.tolist()), strict=True))
+        columns = (
+            np.stack((down_bytes * num_rounds, up_bytes * num_rounds, down_s, up_s, compute_s, finish_s)) / num_rounds
+        )
+        owners = part.members[part.rectangles[:, 0]] // num_rounds
+        for owner, load in zip(owners.tolist(), map(Load, *columns.tolist()), strict=True):
+            worker = devices[owner].id
+            earlier = found.get(worker)
+            found[worker] = load if earlier is None else Load(*(a + b for a, b in zip(earlier, load, strict=True)))
     return found

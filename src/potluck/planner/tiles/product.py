@@ -47,6 +47,16 @@ class Product:
         return self.kind != "weight_gradient"
 
 
+def attention_products(seq_len: int, head_dim: int) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
+    """Forward and backward of one head of one sequence, [S, d_h] each of Q, K and V; nothing in them is a weight.
+
+    S = Q K', O = P V;  dP = dO V', dV = P' dO, dQ = dS K, dK = dS' Q.
+    """
+    scores = Product(m=seq_len, n=head_dim, q=seq_len, kind="weight_gradient")
+    mixed = Product(m=seq_len, n=seq_len, q=head_dim, kind="weight_gradient")
+    return (scores, mixed), (scores, mixed, mixed, mixed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What a plan may do, and what it assumes."""
@@ -66,4 +76,6 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1 or self.num_kept_products < 1 or self.num_tiles < 0 or self.least_side < 1:
-            raise ValueError("num_micro_batches, num_kept_products and least_side are 1 or more, and num_tiles 0 or more")
+            raise ValueError(
+                "num_micro_batches, num_kept_products and least_side are 1 or more, and num_tiles 0 or more"
+            )

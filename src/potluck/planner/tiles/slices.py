@@ -13,6 +13,7 @@ Only neighbours in the order are ever put together, which makes it the cube of t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 
@@ -20,16 +21,22 @@ from potluck.planner.tiles.device import Floats, Ints
 from potluck.planner.tiles.plane import Demand
 
 _num_points = 96
+_thin = 1e-6
+"""Of a row: what is no wider is nothing."""
 _num_halvings = 9
+_most_reordered = 12
+"""Among so few devices it matters much who is whose neighbour."""
 _num_weighings = 40
+_weighing_power = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """Of devices first..last: the first `size` of them left of or above the others."""
+    """Of devices first..last: the first `size` of them left of or above the others, with `share` of the length."""
 
     is_side_by_side: bool
     size: int
+    share: float
 
 
 class _Cover:
@@ -73,15 +80,19 @@ def _inverse(x: Floats, y: Floats, wanted: Floats) -> Floats:
 def sliced(demand: Demand, start_s: float) -> Ints | None:
     """Rectangles (device, row0, row1, col0, col1) that tile the plane, [num_tiles, 5]; None where none were found."""
     order = np.argsort(-demand.rates.down, kind="stable")
-    ordered = demand.take(order)
-    num, plane = len(ordered), demand.plane
-    low, high = start_s * 0.99, start_s * 1.01
-    cover = _Cover(ordered, high)
+    num, plane = len(demand), demand.plane
+    seconds = start_s * 1.01
+    cover = _Cover(demand.take(order), seconds)
     while cover.width(0, num, plane.rows) < plane.cols:
-        low, high = high, high * 1.1
-        if high > 8 * start_s:
+        seconds *= 1.1
+        if seconds > 8 * start_s:
             return None
-        cover = _Cover(ordered, high)
+        cover = _Cover(demand.take(order), seconds)
+    if num <= _most_reordered:
+        covers = [(candidate, _Cover(demand.take(candidate), seconds)) for candidate in _near(order)]
+        order, cover = max(covers, key=lambda pair: pair[1].width(0, num, plane.rows))
+    ordered = demand.take(order)
+    low, high = start_s * 0.99, seconds
     for _ in range(_num_halvings):
         middle = (low + high) / 2
         tried = _Cover(ordered, middle)
@@ -98,63 +109,77 @@ def sliced(demand: Demand, start_s: float) -> Ints | None:
     return tiles[(tiles[:, 2] > tiles[:, 1]) & (tiles[:, 4] > tiles[:, 3])]
 
 
+def _near(order: Ints) -> list[Ints]:
+    """The order and some near it: the first three in every order, and each other pair of neighbours the other way."""
+    first = [np.concatenate((order[list(front)], order[3:])) for front in permutations(range(min(3, len(order))))]
+    swaps = [np.concatenate((order[:i], order[i : i + 2][::-1], order[i + 2 :])) for i in range(2, len(order) - 1)]
+    return first + swaps
+
+
 def _choose(
     cover: _Cover, cuts: dict[tuple[int, int], _Cut], first: int, length: int, rows: float, cols: float
 ) -> None:
     """The cuts of a rectangle for devices first, ..., first + length - 1: each time the one that leaves most room."""
     if length == 1:
         return
-    room, best, share = -1.0, _Cut(is_side_by_side=True, size=1), 0.5
+    rows, cols = max(rows, _thin), max(cols, _thin)
+    room, best = -1.0, _Cut(is_side_by_side=True, size=1, share=0.5)
     for size in range(1, length):
-        one, other = cover.width(first, size, rows), cover.width(first + size, length - size, rows)
-        if (one + other) / max(cols, 1e-9) > room:
-            room, best, share = (one + other) / max(cols, 1e-9), _Cut(is_side_by_side=True, size=size), one / max(one + other, 1e-9)
-        one, other = cover.height(first, size, cols), cover.height(first + size, length - size, cols)
-        if (one + other) / max(rows, 1e-9) > room:
-            room, best, share = (one + other) / max(rows, 1e-9), _Cut(is_side_by_side=False, size=size), one / max(one + other, 1e-9)
+        rest = (first + size, length - size)
+        sides = (
+            (cover.width(first, size, rows), cover.width(*rest, rows), cols),
+            (cover.height(first, size, cols), cover.height(*rest, cols), rows),
+        )
+        for is_above, (one, other, wanted) in enumerate(sides):
+            if (one + other) / wanted > room:
+                room = (one + other) / wanted
+                best = _Cut(is_side_by_side=not is_above, size=size, share=one / max(one + other, _thin))
     cuts[first, length] = best
-    rest = (first + best.size, length - best.size)
+    rest, left = (first + best.size, length - best.size), 1 - best.share
     if best.is_side_by_side:
-        _choose(cover, cuts, first, best.size, rows, cols * share)
-        _choose(cover, cuts, *rest, rows, cols * (1 - share))
+        _choose(cover, cuts, first, best.size, rows, cols * best.share)
+        _choose(cover, cuts, *rest, rows, cols * left)
     else:
-        _choose(cover, cuts, first, best.size, rows * share, cols)
-        _choose(cover, cuts, *rest, rows * (1 - share), cols)
+        _choose(cover, cuts, first, best.size, rows * best.share, cols)
+        _choose(cover, cuts, *rest, rows * left, cols)
 
 
 def _even(demand: Demand, cuts: dict[tuple[int, int], _Cut]) -> Floats:
     """Areas with which, cut so, all devices end at about the same time: those of the slowest shrink, step by step."""
     num, plane = len(demand), demand.plane
-    areas = np.full(num, plane.rows * plane.cols / num)
-    best, best_s = areas, np.inf
+    whole = (0.0, float(plane.rows), 0.0, float(plane.cols))
     boxes = np.zeros((num, 4))
-    for step in range(_num_weighings):
-        _place(cuts, areas, boxes, 0, num, (0.0, float(plane.rows), 0.0, float(plane.cols)), whole=False)
+    _place(cuts, None, boxes, 0, num, whole)
+    areas = best = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2])
+    best_s = np.inf
+    for _ in range(_num_weighings):
+        _place(cuts, areas, boxes, 0, num, whole)
         seconds = demand.seconds(boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2])
         if seconds.max() < best_s:
             best, best_s = areas, float(seconds.max())
-        areas = areas * (seconds.mean() / np.maximum(seconds, 1e-12)) ** (1.0 if step < _num_weighings // 2 else 0.6)
+        areas = areas * (seconds.max() / np.maximum(seconds, 0.5 * seconds.max())) ** _weighing_power
         areas = areas * (plane.rows * plane.cols / areas.sum())
     return best
 
 
 def _place(
     cuts: dict[tuple[int, int], _Cut],
-    areas: Floats,
+    areas: Floats | None,
     boxes: Floats,
     first: int,
     length: int,
     box: tuple[float, float, float, float],
     *,
-    whole: bool,
+    whole: bool = False,
 ) -> None:
-    """Boxes (row0, row1, col0, col1) of the devices by areas; cuts at whole numbers if `whole`."""
+    """Boxes (row0, row1, col0, col1) by areas, or else the cuts' own shares; at whole numbers if `whole`."""
     if length == 1:
         boxes[first] = box
         return
     cut = cuts[first, length]
     middle = first + cut.size
-    share = float(areas[first:middle].sum() / areas[first : first + length].sum())
+    total = 0.0 if areas is None else float(areas[first : first + length].sum())
+    share = cut.share if areas is None or not total else float(areas[first:middle].sum()) / total
     row0, row1, col0, col1 = box
     if cut.is_side_by_side:
         at = col0 + share * (col1 - col0)

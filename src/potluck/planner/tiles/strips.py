@@ -41,9 +41,7 @@ class Strips:
     ends: Ints
 
 
-def best_strips(
-    demand: Demand, order: Ints, seconds: float, *, num_widths: int = _num_widths
-) -> tuple[Strips, float]:
+def best_strips(demand: Demand, order: Ints, seconds: float, *, num_widths: int = _num_widths) -> tuple[Strips, float]:
     """The strips of the module's docstring for T = `seconds`, and the columns that they cover."""
     ordered = demand.take(order)
     num, rows, cols = len(order), demand.plane.rows, demand.plane.cols

@@ -11,13 +11,16 @@ import numpy as np
 from potluck.planner.tiles.device import Floats, Ints
 from potluck.planner.tiles.plane import Demand
 from potluck.planner.tiles.slices import sliced
-from potluck.planner.tiles.strips import Strips, best_strips, whole_rectangles
+from potluck.planner.tiles.strips import best_strips, whole_rectangles
 
 most_sliced = 32
 """Devices that are placed by slicing: it takes the cube of their number."""
 least_stripped = 12
 """So few are placed by slicing alone, if that finds anything: strips are hardly ever better."""
 _num_rounds = 3
+_first_slack = 1.004
+_enough = 0.993
+"""Of a plane, covered: strips that do so in a time are about the best for the time in which they cover all."""
 
 
 def tile_plane(demand: Demand, start_s: float) -> Ints | None:
@@ -36,31 +39,33 @@ def tile_plane(demand: Demand, start_s: float) -> Ints | None:
 
 def demand_fits(demand: Demand, tiles: Ints) -> bool:
     """Whether every device has the memory for its rectangle."""
-    return demand.take(tiles[:, 0]).fits(*_sides(tiles))
+    return demand.take(tiles[:, 0]).fits(*sides(tiles))
 
 
 def stripped(demand: Demand, start_s: float) -> Ints | None:
-    """By strips along the rows or the columns, whichever covers more in the same time."""
+    """By strips along the rows or the columns, for each order of the devices: whichever ends first."""
     orders = _orders(demand, start_s)
-    directions = (demand, demand.transposed())
-    seconds = start_s * 1.004
-    tried: list[tuple[float, bool, Strips]] = []
-    for is_turned, direction in enumerate(directions):
-        for order in orders:
-            strips, covered = best_strips(direction, order, seconds)
-            tried.append((covered / direction.plane.cols, bool(is_turned), strips))
-    covered, is_turned, strips = max(tried, key=lambda t: t[0])
-    direction = directions[is_turned]
+    tried = [_strips_across(demand, order, start_s) for order in orders]
+    turned = demand.transposed()
+    tried += [
+        tiles[:, [0, 3, 4, 1, 2]] for order in orders if (tiles := _strips_across(turned, order, start_s)) is not None
+    ]
+    return min((t for t in tried if t is not None), key=lambda tiles: slowest_s(demand, tiles), default=None)
+
+
+def _strips_across(demand: Demand, order: Ints, start_s: float) -> Ints | None:
+    """Strips for the least T found in a few rounds."""
+    seconds = start_s * _first_slack
+    strips, columns = best_strips(demand, order, seconds)
     for _ in range(_num_rounds):
-        if 1.0 <= covered <= 1.004:
+        covered = columns / demand.plane.cols
+        if _enough <= covered <= 1 / _enough:
             break
         seconds *= max(covered, 0.25) ** -0.75
-        strips, columns = best_strips(direction, strips.order, seconds)
-        covered = columns / direction.plane.cols
+        strips, columns = best_strips(demand, order, seconds)
     if not len(strips.starts):
         return None
-    tiles = whole_rectangles(direction, strips, seconds * min(1.0, max(covered, 0.5)) ** -0.5 * 0.99)
-    return tiles[:, [0, 3, 4, 1, 2]] if is_turned and tiles is not None else tiles
+    return whole_rectangles(demand, strips, seconds)
 
 
 def slowest_s(demand: Demand, tiles: Ints) -> float:
@@ -70,10 +75,10 @@ def slowest_s(demand: Demand, tiles: Ints) -> float:
 
 def tile_seconds(demand: Demand, tiles: Ints) -> Floats:
     """Seconds of each rectangle. [num_tiles]"""
-    return demand.take(tiles[:, 0]).seconds(*_sides(tiles))
+    return demand.take(tiles[:, 0]).seconds(*sides(tiles))
 
 
-def _sides(tiles: Ints) -> tuple[Floats, Floats]:
+def sides(tiles: Ints) -> tuple[Floats, Floats]:
     """Rows and columns of each. [num_tiles]"""
     return (tiles[:, 2] - tiles[:, 1]).astype(np.float64), (tiles[:, 4] - tiles[:, 3]).astype(np.float64)
 

@@ -1,14 +1,15 @@
 """A worked example with published settings: one batch of OPT-13B on 256 to 8,192 volunteers' devices.
 
-Xue et al. (arXiv:2512.22142): batch 128 x 1,024 tokens, linear products only, 2 bytes an element, devices of 5-7 TFLOP/s
-with 5-10 MB/s up and 10-100 MB/s down, nothing cached, transfers and work overlapped in full, and a coordinator whose
-link counts for nothing. Each thing that those settings leave out, or that this planner adds, is then changed by itself.
+Xue et al. (arXiv:2512.22142): batch 128 x 1,024 tokens, linear products only, 2 bytes an element, devices of 5-7
+TFLOP/s with 5-10 MB/s up and 10-100 MB/s down, nothing cached, transfers and work overlapped in full, and a coordinator
+whose link counts for nothing. Each thing that those settings leave out, or that this planner adds, is then changed by
+itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -58,13 +59,13 @@ def _devices(flops: np.ndarray, up: np.ndarray, down: np.ndarray) -> tuple[TileD
 class Terms:
     """What is assumed of one batch."""
 
-    options: Options = Options(may_keep_weights=False, may_split_inner=False, num_tiles=0)
-    head: Head = Head()
+    options: Options
+    head: Head = field(default_factory=Head)
     wire_bytes: float = 2.0  # for each element, both ways
     joins_inputs: bool = False  # queries, keys and values as one product, whose input is sent once
 
 
-published = Terms()
+published = Terms(options=Options(may_keep_weights=False, may_split_inner=False, num_tiles=0))
 variants: Mapping[str, Terms] = {
     "published": published,
     "4 tiles a device": replace(published, options=replace(published.options, num_tiles=4)),

@@ -108,7 +108,8 @@ class Chaos:
     def on_the_way(self, life: Life, method: str, message: bytes) -> tuple[bytes, ...]:
         if method == "Control" and self._now < self._twice_until.get(life.machine, 0.0):
             return (message, message)
-        if self._flips.get(life.machine, 0) and method == "PutObject" and is_chunk(message):
+        bulk = (method == "PutObject" and is_chunk(message)) or (method == "Data" and len(message) > 256)
+        if self._flips.get(life.machine, 0) and bulk:
             self._flips[life.machine] -= 1
             return (flipped(message),)
         return (message,)

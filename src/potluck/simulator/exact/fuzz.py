@@ -7,6 +7,7 @@ faults. So a failing seed is replayed by its number alone.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import tempfile
@@ -36,6 +37,7 @@ from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
+from potluck.strategies.sub_gemm.strategy import SubGEMM, SubGEMMConfig
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
 from potluck.transport.memory import Link
 from potluck.types.errors import PotluckError, RunStopped
@@ -43,6 +45,7 @@ from potluck.types.errors import PotluckError, RunStopped
 most_virtual_s = 4 * 3600.0
 most_real_s = 120.0
 look_interval_s = 0.25
+_shared_memory = "/dev/shm"
 strategies = ("diloco", "sync_sgd")
 
 
@@ -88,6 +91,11 @@ class Verdict:
     @property
     def is_good(self) -> bool:
         return self.outcome != "violated"
+
+
+def _in_memory() -> str | None:
+    """A folder without a disk behind it, where the system has one: the disks of these worlds need not outlive them."""
+    return _shared_memory if os.access(_shared_memory, os.W_OK) else None
 
 
 def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind] = KINDS) -> Case:
@@ -240,7 +248,7 @@ class _Play:
         self._violation = ""
 
     def run(self) -> Verdict:
-        with tempfile.TemporaryDirectory(prefix="potluck-fuzz-") as folder, _at_most(most_real_s):
+        with tempfile.TemporaryDirectory(prefix="potluck-fuzz-", dir=_in_memory()) as folder, _at_most(most_real_s):
             return run_virtual(self._run(Path(folder)))
 
     def differs(self, calm: _Play) -> str | None:
@@ -248,8 +256,8 @@ class _Play:
         if self.witness.counted != calm.witness.counted:
             return None
         for name, values in calm.witness.values.items():
-            if not torch.equal(values, got := self.witness.values[name]):
-                difference = (values - got).abs().max().item()
+            difference = (values - self.witness.values[name]).abs().max().item()
+            if difference > 10 * self.witness.tolerance:
                 return f"the same work counted as without faults, and {name} differs by {difference:.2e} at the end"
         return None
 
@@ -257,7 +265,8 @@ class _Play:
         own_tasks(asyncio.get_running_loop())
         case, problem = self.case, self._problem()
         plan = problem.plan(self._strategy())
-        self.witness = Witness(problem.num_shards * problem.sequences_per_shard, problem.seq_len)
+        alone = SubGEMM(SubGEMMConfig()) if case.strategy == "sub_gemm" else None
+        self.witness = Witness(problem.num_shards * problem.sequences_per_shard, problem.seq_len, alone=alone)
         self.world = world = World(
             plan, problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor, fate=self.chaos
         )
@@ -301,6 +310,8 @@ class _Play:
     def _strategy(self) -> Strategy:
         if self.case.strategy == "sync_sgd":
             return SyncSGD(SyncSGDConfig())
+        if self.case.strategy == "sub_gemm":
+            return SubGEMM(SubGEMMConfig(head_computes=self.case.seed % 6 == 0, least_side=4))
         return DiLoCo(DiLoCoConfig(num_inner_steps=self.case.num_inner_steps, outer_momentum=0.6))
 
     # Watching

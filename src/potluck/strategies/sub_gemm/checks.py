@@ -11,11 +11,12 @@ An error of the size that must be found, `least_error` rms(C), shows as s_i >= 0
 (+d, -d in one row are seen by half of the vectors). Rows that do not pass, and rows so much larger than the others
 that the bound hides such an error, are multiplied again in fp64 and compared by element:
 
-    |c - ab| <= w |ab| + u (1.2 sqrt(n) + 4) t + min(u n sqrt(n) / 2 t, least_error / 4 rms(C))
+    |c - ab| <= w |ab| + u (2 sqrt(n) + 4) (t + |ab|) + u n / 2 |ab| (|ab|^2 / n t^2)^4
+                + min(u / 2 n sqrt(n) t, least_error / 4 rms(C))                               t^2 = sum_k a_k^2 b_k^2
 
-with t^2 = sum_k a_k^2 b_k^2. The terms are the reply's rounding, sums of terms of any sign rounded at random, and sums
-whose terms have one sign for long, as real layers have: those grow far beyond C before they cancel, or all of their
-rounding goes one way.
+whose terms are the reply's rounding, sums rounded at random, sums of equal terms, where all rounding goes one way
+(|ab|^2 = n t^2 for those, and much less for others), and sums that grow far beyond C before they cancel, as those of
+real layers do.
 No more than 1 / r^2 of the rows are r times larger than the rest, so an honest tile seldom costs more than the vectors.
 The operands are those that the device got: after rounding to the wire's type.
 
@@ -40,7 +41,8 @@ most_columns = 1024
 least_seen = 0.19
 """What an error at the limit adds to s, of its square: less than the 0.2 that one vector of 20 adds for +d, -d."""
 fp32_unit = 2.0**-24
-least_normal = 2.0**-126
+least_normal, largest_fp32 = 2.0**-126, torch.finfo(torch.float32).max
+least_square = 1e-290
 unscaled = 20  # powers of two around 1 in which sums of squares neither overflow nor vanish
 first_rows, other_rows, inner_span = 16, 256, 1024  # multiplied again at a time
 
@@ -55,7 +57,8 @@ _replies = {torch.float32: _Reply(0.0, 1e-3), torch.bfloat16: _Reply(2.0**-8, 0.
 
 
 def check_tile(a: Tensor, b: Tensor, c: Tensor, *, wire: str, generator: torch.Generator) -> None:
-    """InvalidUpdate, with what was found and the limit, if `c` is not a b. NotFinite if the factors are not finite.
+    """InvalidUpdate, with what was found and the limit, if `c` is not a b. NotFinite if that is no wonder: factors
+    that are not finite, or too large.
 
     a [m, n] and b [n, q], fp32 or bf16 of any strides, as the device got them; c [m, q] as it came back: fp32 where
     `wire` is "fp32", else bf16. `generator`, on the CPU, must not be known to devices.
@@ -80,6 +83,8 @@ class _Tile:
         n = a.shape[1]
         flushed = least_normal * n * (largest_a + largest_b + 1)  # what a device loses that has no denormal numbers
         most = 1.01 * n * largest_a * largest_b + flushed
+        if not math.isfinite(largest_c) and most > largest_fp32:
+            raise NotFinite("a product's factors are so large that it may overflow; lower strategy.inner.lr")
         if not largest_c <= most:  # also NaN
             raise InvalidUpdate(
                 f"a tile holds {largest_c:.4g} and its factors allow no more than {most:.4g}; that worker's result "
@@ -124,19 +129,20 @@ class _Tile:
     def _compare(self, rows: Tensor) -> None:
         """Every element of these rows with its value in fp64."""
         taken = rows.to(self.c.device)
-        shape = (len(rows), self.c.shape[1])
-        exact = torch.zeros(shape, dtype=torch.float64, device=self.c.device)
-        squares = torch.zeros(shape, device=self.c.device)
+        exact = torch.zeros(len(rows), self.c.shape[1], dtype=torch.float64, device=self.c.device)
+        squares = torch.zeros_like(exact)
         for start in range(0, self.n, inner_span):
             span = slice(start, start + inner_span)
-            a, b = self.a[taken, span], self.b[span]
-            exact.addmm_(a.double(), b.double())
-            squares.addmm_(a.square(), b.square())
+            a, b = self.a[taken, span].double(), self.b[span].double()
+            exact.addmm_(a, b)
+            squares.addmm_(a.square_(), b.square_())
         sizes = exact.abs()
         limits = self.reply.unit * (1 + 2 * self.reply.unit) * sizes + self.floor
-        terms = squares.double().sqrt_()
-        limits += fp32_unit * (1.2 * math.sqrt(self.n) + 4) * terms
+        terms = squares.sqrt()
+        limits += fp32_unit * (2 * math.sqrt(self.n) + 4) * (terms + sizes)
         limits += (fp32_unit * self.n**1.5 / 2 * terms).clamp_(max=self.reply.least_error / 4 * self.rms)
+        sameness = sizes.square().div_(squares.mul_(self.n).clamp_(min=least_square)).clamp_(max=1)
+        limits += fp32_unit * self.n / 2 * sizes * sameness.pow_(4)
         errors = self.c[taken].double().sub_(exact).abs_()
         over = errors - limits
         worst = int(over.argmax())
@@ -144,12 +150,15 @@ class _Tile:
             error, limit = (float(x.view(-1)[worst]) / max(self.rms, 1e-300) for x in (errors, limits))
             raise InvalidUpdate(
                 f"a tile is not the product of its factors: an element is off by {error:.3g} of the tile's root mean "
-                f"square and {limit:.3g} is the most that rounding explains; that worker computes wrong"
+                f"square and {limit:.3g} is the most that rounding explains; that machine is faulty, or rounds as "
+                "TF32 does"
             )
 
 
 def _largest(values: Tensor) -> float:
     """The largest magnitude; NaN if there is one."""
+    if values.stride(0) < values.stride(1):
+        values = values.T  # torch would copy it, slowly
     low, high = (float(x) for x in torch.aminmax(values))
     return max(-low, high) if not (math.isnan(low) or math.isnan(high)) else math.nan
 

@@ -437,8 +437,10 @@ class TileBag:
             return
         if self._tree.open_volume > self._weigh_below:
             return
-        self._weigh_below = self._tree.open_volume * 0.9  # a few dozen looks at all flights in all
-        left_s = max(flight.expected_end(now) for flight in self._flights.values()) - now
+        self._weigh_below = self._tree.open_volume * 0.9  # a few dozen looks at all tiles in all
+        flying = (tile.flights for tile in self._tree.open if tile.flights)
+        ends = [min(flight.expected_end(now) for flight in flights) for flights in flying]
+        left_s = max([*ends, *(lane.free_at for lane in self._lanes.values() if lane.queue)], default=now) - now
         if own_s < (1 - least_head_gain) * left_s:
             for tile in list(self._tree.open):
                 self._leave_to_head(tile)
