@@ -98,28 +98,28 @@ class _Bench:
 
         with self.folder(recipe) as run:
             run.start_host(**tiles.before(f"watch({str(run.folder / 'tiles')!r})"))
-            run.join_all(
-                *eight, up=way(up_bytes_per_s), down=way(down_bytes_per_s), **tiles.before(f"pace({s_per_flop!r})")
-            )
+            paced = tiles.before(f"pace({s_per_flop!r})")
+            run.join_all(*eight, up=way(up_bytes_per_s), down=way(down_bytes_per_s), environment=paced)
             yield run
 
 
 def recipe(
-    *, model: str = models["gpt2"], seq_len: int = 64, batch_size: int = 8, accumulation: int = 1, rounds: int = 100_000,
+    *, model: str = models["gpt2"], batch_size: int = 8, accumulation: int = 1, rounds: int = 100_000,
     num_workers: int = 8, **strategy: Any,
 ) -> str:  # fmt: skip
+    """Micro-batches of `batch_size` sequences of 64 tokens. `strategy` are its options."""
     options = "\n".join(f"{key} = {json.dumps(value)}" for key, value in strategy.items())
-    return tiny_recipe("tiles", **{
-        "model": model,
-        "data": f'shared = "texts"\ntokenizer = {{ train = "bpe", vocab_size = 500 }}\nseq_len = {seq_len}\n'
-        "validation = 0.05",
-        "budget": f"rounds = {rounds}",
-        "strategy": f'name = "sub_gemm"\nhead_computes = false\n{options}\n'
-        f"inner = {{ lr = 1e-3, batch_size = {batch_size}, accumulation = {accumulation}, warmup = 0.1 }}",
-        "codec": "",
-        "fleet": f"min_workers = {num_workers}\nheartbeat_s = 2.0",
-        "validation": "every_rounds = 0",
-    })  # fmt: skip
+    inner = f"lr = 1e-3, batch_size = {batch_size}, accumulation = {accumulation}, warmup = 0.1"
+    return tiny_recipe(
+        "tiles",
+        model=model,
+        data='shared = "texts"\ntokenizer = { train = "bpe", vocab_size = 500 }\nseq_len = 64\nvalidation = 0.05',
+        budget=f"rounds = {rounds}",
+        strategy=f'name = "sub_gemm"\nhead_computes = false\n{options}\ninner = {{ {inner} }}',
+        codec="",
+        fleet=f"min_workers = {num_workers}\nheartbeat_s = 2.0",
+        validation="every_rounds = 0",
+    )
 
 
 def metrics(run: RealRun) -> list[dict[str, float]]:
@@ -159,7 +159,7 @@ def _exact(bench: _Bench, family: str) -> dict[str, Any]:
         kept.mkdir()
         run.start_host(**tiles.before(f"keep_steps({str(kept)!r})"))
         run.join_all("w1", "w2", "w4")
-        run.join("w3", **tiles.before("lie(5)"))
+        run.join("w3", environment=tiles.before("lie(5)"))
         run.wait(lambda: len(run.rounds()) >= 2, "second step", timeout_s=start_s)
         time.sleep(0.3)
         run.workers["w1"].kill()
@@ -167,6 +167,7 @@ def _exact(bench: _Bench, family: str) -> dict[str, Any]:
         time.sleep(0.3)
         run.workers["w2"].send_signal(signal.SIGSTOP)
         run.wait(lambda: len(run.rounds()) >= num_steps, "last step", timeout_s=start_s)
+        tallies = metrics(run)
         run.workers["w2"].send_signal(signal.SIGCONT)
         losses = [e["loss"] for e in run.rounds()]
         refused = [e for e in run.events("lost") if "is not the product of its factors" in e["reason"]]
@@ -190,6 +191,8 @@ def _exact(bench: _Bench, family: str) -> dict[str, Any]:
         "gradient_error_max": errors[worst],
         "gradient_error_max_of": worst,
         "wrong_tiles_refused": len(refused),
+        "tiles_lost": int(sum(step["tiles_lost"] for step in tallies)),
+        "tiles_late": int(sum(step["tiles_late"] for step in tallies)),
         "workers_that_lied": sorted({e["worker"] for e in refused}),
     }
 
@@ -232,9 +235,7 @@ def _before(values: Sequence[float]) -> list[float]:
 
 
 def _wide(width: int, num_layers: int = 2) -> str:
-    return (
-        f'config = {{ model_type = "gpt2", n_layer = {num_layers}, n_embd = {width}, n_head = 4, n_positions = 64 }}'
-    )
+    return f'config = {{ model_type = "gpt2", n_layer = {num_layers}, n_embd = {width}, n_head = 4, n_positions = 64 }}'
 
 
 def caching(bench: _Bench, num_steps: int) -> dict[str, Any]:
@@ -272,10 +273,11 @@ def split(bench: _Bench, num_steps: int) -> dict[str, Any]:
 
 
 def checks(bench: _Bench, num_steps: int) -> dict[str, Any]:
-    """What the head spends on checking tiles, of a step on throttled links."""
-    with bench.running(recipe(model=_wide(128), batch_size=16), is_throttled=True) as run:
+    """What the head spends on checking tiles, of a step of 2,048 tokens on throttled links."""
+    with bench.running(recipe(model=_wide(256), batch_size=32, num_tiles=2), is_throttled=True) as run:
         steps = measured(run, num_steps, warm=2)
     return {
+        "tiles_median": round(middle(steps, "tiles_issued")),
         "checks_s_median": round(middle(steps, "checks_s"), 4),
         "step_s_median": round(middle(steps, "step_s"), 3),
         "percent_of_step": round(100 * sum(s["checks_s"] for s in steps) / sum(s["step_s"] for s in steps), 2),
@@ -286,36 +288,41 @@ def checks(bench: _Bench, num_steps: int) -> dict[str, Any]:
 
 
 def recovery(bench: _Bench, repeats: int) -> dict[str, Any]:
-    """One of eight is killed, then one is stopped, while it has tiles of a product that takes about a second."""
+    """One of eight is killed, then one is stopped, while it has tiles of a product of a second or so.
+
+    Detection is the end of its stream, or the first of its tiles that is late; the last tile that was given to somebody
+    else is accepted so long after it, copies near the end of the product included.
+    """
     found: dict[str, Any] = {}
     with bench.running(recipe(model=_wide(128), batch_size=16), is_throttled=False, s_per_flop=slow_s_per_flop) as run:
         measured(run, 1, warm=1)
         for what, number, noticed in (("killed", signal.SIGKILL, "lost"), ("stopped", signal.SIGSTOP, "late")):
-            detected: list[float] = []
-            accepted: list[float] = []
-            for _ in range(repeats):
-                at = _hit(run, "w2", number)
-                run.wait(lambda at=at: _recovered(run, at, noticed), "end of the product", timeout_s=60)
-                of_product = _recovered(run, at, noticed)
-                first = next(line["time"] for line in of_product if line["what"] == noticed)
-                anew = [x["time"] for x in of_product if x["what"] == "taken" and x["is_anew"]]
-                detected.append(first - at)
-                accepted.append(max(anew, default=first) - first)
-                back = time.time()
-                if number == signal.SIGSTOP:
-                    run.workers["w2"].send_signal(signal.SIGCONT)
-                else:
-                    run.workers["w2"].wait()
-                    run.join("w2", **tiles.before(f"pace({slow_s_per_flop!r})"))
-                    run.wait(lambda back=back: run.events("joined", since=back), "return of w2", timeout_s=start_s)
-                done = len(run.rounds())
-                run.wait(lambda done=done: len(run.rounds()) >= done + 2, "two steps", timeout_s=start_s)
+            times = [_recovery(run, number, noticed) for _ in range(repeats)]
             found |= {
-                f"{what}_detected_s_max": round(max(detected), 3),
-                f"{what}_accepted_after_detection_s_max": round(max(accepted), 3),
-                f"{what}_accepted_after_detection_s": [round(s, 3) for s in accepted],
+                f"{what}_detected_s_max": round(max(detected for detected, _ in times), 3),
+                f"{what}_accepted_after_detection_s_max": round(max(accepted for _, accepted in times), 3),
+                f"{what}_accepted_after_detection_s": [round(accepted, 3) for _, accepted in times],
             }
     return found
+
+
+def _recovery(run: RealRun, number: signal.Signals, noticed: str) -> tuple[float, float]:
+    """Seconds from the signal until it is noticed, and from then until the last tile that was dealt anew is there."""
+    at = _hit(run, "w2", number)
+    run.wait(lambda: _of_hit(run, at, noticed), "end of the product", timeout_s=60.0)
+    told = _of_hit(run, at, noticed)
+    first = next(line["time"] for line in told if line["what"] == noticed)
+    anew = [line["time"] for line in told if line["what"] == "taken" and line["is_anew"]]
+    back = time.time()
+    if number == signal.SIGSTOP:
+        run.workers["w2"].send_signal(signal.SIGCONT)
+    else:
+        run.workers["w2"].wait()
+        run.join("w2", environment=tiles.before(f"pace({slow_s_per_flop!r})"))
+        run.wait(lambda: run.events("joined", since=back), "return of w2", timeout_s=start_s)
+    done = len(run.rounds())
+    run.wait(lambda: len(run.rounds()) >= done + 2, "two steps", timeout_s=start_s)
+    return first - at, max(anew, default=first) - first
 
 
 def _told(run: RealRun, since: float) -> list[dict[str, Any]]:
@@ -333,7 +340,7 @@ def _hit(run: RealRun, name: str, number: signal.Signals) -> float:
     return at
 
 
-def _recovered(run: RealRun, at: float, noticed: str) -> list[dict[str, Any]]:
+def _of_hit(run: RealRun, at: float, noticed: str) -> list[dict[str, Any]]:
     """What was noted of the product that was hit, once it has ended; none before."""
     told = _told(run, at)
     hit = [line["product"] for line in told if line["what"] == noticed]

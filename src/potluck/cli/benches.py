@@ -33,8 +33,8 @@ def list_benches() -> dict[str, str]:
 
 
 def bench_function(name: str) -> Callable[..., Any]:
-    """PotluckError where there is none."""
-    known = list_benches()
+    """PotluckError where there is none. `sub-gemm` is `sub_gemm`."""
+    name, known = name.replace("-", "_"), list_benches()
     if name not in known:
         near = nearest(name, known)
         raise PotluckError(f"there is no bench {name}; " + (f"did you mean {near}?" if near else "see `potluck bench`"))

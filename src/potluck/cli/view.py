@@ -117,8 +117,8 @@ def round_line(event: Event, bytes_up: int, bytes_down: int) -> str:
     reported = ", ".join(detail["workers"])
     moved = f"{format_bytes(bytes_up)} up, {format_bytes(bytes_down)} down"
     ratio = detail.get("figures", {}).get("predicted_over_observed")
-    predicted = f"  predicted/observed {ratio:.2f}" if ratio else ""
-    return f"round {detail['round']:>3}  loss {detail['loss']:.4f}  {reported}  {moved}  {detail['seconds']:.1f} s{predicted}"
+    took = f"{detail['seconds']:.1f} s" + (f"  predicted/observed {ratio:.2f}" if ratio else "")
+    return f"round {detail['round']:>3}  loss {detail['loss']:.4f}  {reported}  {moved}  {took}"
 
 
 class View:

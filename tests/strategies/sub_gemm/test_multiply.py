@@ -179,3 +179,25 @@ def test_no_device_and_no_head_ends_the_round() -> None:
     multiply.begin_step(PlayedDesk([]))
     with pytest.raises(RoundFailed, match="there is no device"):
         multiply(whole_numbers(4, 4, 4))
+
+
+def test_a_product_that_no_plan_fits_is_cut_to_the_memory_of_the_only_device() -> None:
+    desk, multiply = PlayedDesk(fleet(1e8, memory=40_000)), multiplier(SpreadConfig(least_side=64))
+    multiply.begin_step(desk)
+    product = whole_numbers(512, 128, 1024)
+    assert torch.equal(multiply(product), product.a.values @ product.b.values)
+    assert multiply.log.tally.num_by_head == 0
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_without_kept_weights_each_micro_batch_is_sent_them_again(keeps: bool) -> None:
+    config = SpreadConfig(least_side=8, num_micro_batches=2, may_keep_weights=keeps, may_split_inner=False)
+    desk, multiply = PlayedDesk(fleet(1e8)), multiplier(config)
+    multiply.begin_step(desk)
+    made = whole_numbers(32, 64, 128)
+    sent: list[int] = []
+    for index in range(2):
+        multiply(Product(Matrix(made.a.values, f"{index}/x"), made.b, "forward", "h.0"))
+        sent.append(sum(multiply.log.tally.down_bytes.values()))
+    first, second = sent[0], sent[1] - sent[0]
+    assert first - second == (made.b.values.nbytes if keeps else 0)

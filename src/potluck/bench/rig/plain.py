@@ -1,6 +1,6 @@
 """A plain PyTorch loop over whole batches, to hold a run against. Nothing here is Potluck's but the learning rates.
 
-    g = grad of mean token loss;  g <- g min(1, clip / |g|);  theta <- adamw(theta, g)
+g = grad of mean token loss;  g <- g min(1, clip / |g|);  theta <- adamw(theta, g)
 """
 
 from __future__ import annotations
@@ -49,5 +49,6 @@ def gradient_errors(mine: Tensor, right: Mapping[str, Tensor]) -> dict[str, floa
     """
     parts = mine.split([g.numel() for g in right.values()])
     return {
-        name: float((part.view_as(g) - g).norm() / g.norm()) for part, (name, g) in zip(parts, right.items(), strict=True)
+        name: float((part.view_as(g) - g).norm() / g.norm())
+        for part, (name, g) in zip(parts, right.items(), strict=True)
     }

@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from potluck.bench.rig import paced
 from potluck.bench.rig.wire import Way, Wire, WireLoop
 
 look_s = 0.03
+no_environment: Mapping[str, str] = {}  # beside this process' own
 
 
 class Process(Protocol):
@@ -91,7 +92,10 @@ class RealRun:
         self.wait(lambda: len(self.events("listening")) > num_before, "coordinator that listens")
         return float(self.events("listening")[-1]["time"])
 
-    def join(self, name: str, *, up: Way | None = None, down: Way | None = None, **environment: str) -> None:
+    def join(
+        self, name: str, *, up: Way | None = None, down: Way | None = None,
+        environment: Mapping[str, str] = no_environment,
+    ) -> None:  # fmt: skip
         """Start a worker, or start it again with what it left. Its wire is made the first time."""
         line, state = self.folder / f"{name}.line", self.folder / name
         if name not in self.wires:
@@ -108,11 +112,12 @@ class RealRun:
         self.workers[name] = self._begin(command, name, self.folder / f"{name}.log", **environment)
 
     def join_all(
-        self, *names: str, up: Callable[[], Way] = Way, down: Callable[[], Way] = Way, **environment: str
-    ) -> None:
+        self, *names: str, up: Callable[[], Way] = Way, down: Callable[[], Way] = Way,
+        environment: Mapping[str, str] = no_environment,
+    ) -> None:  # fmt: skip
         """The first one alone until it has measured this machine, then the others."""
         for number, name in enumerate(names):
-            self.join(name, up=up(), down=down(), **environment)
+            self.join(name, up=up(), down=down(), environment=environment)
             if not self.speeds:
                 self.wait(lambda n=number: len(self.events("joined")) > n, f"joining of {name}")
                 self.speeds = (self.folder / name / "speeds.json").read_bytes()

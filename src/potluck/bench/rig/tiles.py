@@ -89,7 +89,7 @@ def watch(path: str) -> None:
     A tile is "anew" if it overlaps one of its product that was sent before, or is another part of its sum.
     """
     issue, take, lose, result = TileBag.issue, TileBag.take, TileBag.lose, TileBag.result
-    file = Path(path).open("a", encoding="utf-8", buffering=1)
+    file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - as long as the process
     sent_before: dict[int, list[_Rectangle]] = {}
     anew: set[Piece] = set()
 
@@ -137,9 +137,7 @@ class _Rectangle(NamedTuple):
     col1: int
 
     def overlaps(self, other: _Rectangle) -> bool:
-        return (
-            self.row0 < other.row1 and other.row0 < self.row1 and self.col0 < other.col1 and other.col0 < self.col1
-        )
+        return self.row0 < other.row1 and other.row0 < self.row1 and self.col0 < other.col1 and other.col0 < self.col1
 
 
 def _rectangle(piece: Piece) -> _Rectangle:

@@ -45,7 +45,9 @@ class Way:
     @property
     def packet_bytes(self) -> int:
         """That are passed on at once."""
-        return min(max(packet_bytes, round(self.bytes_per_s * packet_s)), whole_bytes) if self.bytes_per_s else whole_bytes
+        return (
+            min(max(packet_bytes, round(self.bytes_per_s * packet_s)), whole_bytes) if self.bytes_per_s else whole_bytes
+        )
 
     async def carry(self, num_bytes: int) -> float:
         """Wait until the last of these bytes is on the line; when it arrives."""

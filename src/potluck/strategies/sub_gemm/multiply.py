@@ -153,12 +153,13 @@ class SpreadMultiplier:
         kind = self.log.kinds.setdefault(product.kind, KindLog())
         plan = self._plan(product, self._desk.workers())
         self._num_products += 1
-        if plan.method == "native":
+        if plan.method == "native" and not (self._fleet and math.isinf(self._head.s_per_flop)):
             return self._native(product, plan, self._desk, kind)
-        devices_s = max(load.finish_s for load in plan.loads.values())
+        devices_s = max((load.finish_s for load in plan.loads.values()), default=0.0)
+        (m, n, q), placed = product.shape, [(tile.device, Box(*tile[1:7])) for tile in plan.tiles]
         bag = TileBag(
             product if self._config.may_keep_weights else _without_weights_names(product),
-            [(tile.device, Box(*tile[1:7])) for tile in plan.tiles],
+            placed or [(_fleet, Box(0, m, 0, q, 0, n))],  # too large for any plan: the bag cuts it to their memory
             terms=self._terms,
             times=self.times,
             holdings=self._holdings,
