@@ -294,7 +294,8 @@ def recovery(bench: _Bench, repeats: int) -> dict[str, Any]:
     else is accepted so long after it, copies near the end of the product included.
     """
     found: dict[str, Any] = {}
-    with bench.running(recipe(model=_wide(128), batch_size=16), is_throttled=False, s_per_flop=slow_s_per_flop) as run:
+    text = recipe(model=_wide(128), batch_size=16, num_workers=7)
+    with bench.running(text, is_throttled=False, s_per_flop=slow_s_per_flop) as run:
         measured(run, 1, warm=1)
         for what, number, noticed in (("killed", signal.SIGKILL, "lost"), ("stopped", signal.SIGSTOP, "late")):
             times = [_recovery(run, number, noticed) for _ in range(repeats)]
@@ -332,9 +333,14 @@ def _told(run: RealRun, since: float) -> list[dict[str, Any]]:
 
 
 def _hit(run: RealRun, name: str, number: signal.Signals) -> float:
-    """Send it a signal just when it was given tiles of a product; when."""
+    """Send it a signal just when it was given tiles of one of the largest products; when."""
     begun = time.time()
-    run.wait(lambda: any(x["what"] == "sent" and x["worker"] == name for x in _told(run, begun)), "tile", every_s=0.01)
+
+    def is_given() -> bool:
+        sent = (line for line in _told(run, begun) if line["what"] == "sent" and line["worker"] == name)
+        return any("lm_head" in line["label"] for line in sent)
+
+    run.wait(is_given, "tile", every_s=0.01)
     at = time.time()
     os.kill(run.workers[name].pid, number)
     return at

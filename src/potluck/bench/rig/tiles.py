@@ -107,7 +107,7 @@ def watch(path: str) -> None:
             if any(own.overlaps(other) for other in before):
                 anew.add(piece)
             before.append(own)
-            note(bag, "sent", worker=worker)
+            note(bag, "sent", worker=worker, label=piece.label)
         return sent
 
     def taken(bag: TileBag, worker: WorkerId, piece: Piece, reply: Mapping[str, Tensor], now: float) -> None:
