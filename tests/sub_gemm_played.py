@@ -12,6 +12,7 @@ from itertools import count, pairwise
 import torch
 from torch import Tensor
 
+from potluck.codecs.factors import sent_as
 from potluck.planner.tiles.device import Head
 from potluck.strategies.bag import Bag, Piece
 from potluck.strategies.fleet import WorkerInfo
@@ -19,7 +20,7 @@ from potluck.strategies.sub_gemm.assembly import Box
 from potluck.strategies.sub_gemm.deal import Sizes
 from potluck.strategies.sub_gemm.pieces import Terms
 from potluck.strategies.sub_gemm.product import Matrix, Product
-from potluck.strategies.sub_gemm.tile import multiply, sent_as
+from potluck.strategies.sub_gemm.tile import multiply
 from potluck.types.errors import InvalidUpdate
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile, GemmSpeed, LinkRates, Speeds

@@ -113,7 +113,7 @@ def test_only_so_many_are_kept_in_part_and_none_that_nobody_wants() -> None:
     assert into.num_bytes == 4 * MAX_PARTIAL
     with pytest.raises(CorruptError, match="in part"):
         into.add({"piece": 99, "offset": 0, "total": 8}, memoryview(b"1234"))
-    into.drop(list(range(MAX_PARTIAL)) + [99])
+    into.drop([*range(MAX_PARTIAL), 99])
     assert into.num_bytes == 0
     nobody = joiner(0)
     assert nobody.add({"piece": 1, "offset": 0, "total": 4}, memoryview(b"1234")) is None

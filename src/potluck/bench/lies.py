@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from potluck.codecs.factors import sent_as
 from potluck.strategies.sub_gemm.checks import check_tile
-from potluck.strategies.sub_gemm.tile import REPLY_TYPES, multiply, sent_as
+from potluck.strategies.sub_gemm.tile import REPLY_TYPES, multiply
 from potluck.types.errors import InvalidUpdate
 
 FACTORS = (

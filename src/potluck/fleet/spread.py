@@ -22,11 +22,11 @@ from torch import Tensor
 
 from potluck.clock import Clock, Executor
 from potluck.codecs.bundle import pack_tensors, unpack_tensors
+from potluck.codecs.factors import encode
 from potluck.fleet.roster import Member, Roster, heard_until, silence
 from potluck.planner.link import LinkMeter
 from potluck.strategies.bag import Bag, Piece
 from potluck.strategies.fleet import WorkerInfo
-from potluck.strategies.sub_gemm.tile import encode
 from potluck.transport.pieces import (
     PieceJoiner,
     PieceReply,

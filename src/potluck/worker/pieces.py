@@ -17,7 +17,7 @@ from torch import Tensor
 
 from potluck.clock import Clock, Executor
 from potluck.codecs.bundle import pack_tensors, tensors_in
-from potluck.strategies.sub_gemm.tile import decode
+from potluck.codecs.factors import decode
 from potluck.strategies.task import installed
 from potluck.transport.pieces import (
     PieceJoiner,
@@ -98,12 +98,8 @@ class Pieces:
                 max(total, memory) > self.limit_bytes and len(self._too_large) < MAX_QUEUED
             ):
                 self._too_large.add(id)
-                self._reply(
-                    PieceReply(
-                        id=id,
-                        error=f"it takes {max(total, memory):,} bytes and {self.limit_bytes:,} are given; see --max-memory",
-                    )
-                )
+                given = f"{self.limit_bytes:,} are given; see --max-memory"
+                self._reply(PieceReply(id=id, error=f"it takes {max(total, memory):,} bytes and {given}"))
             case _:
                 pass
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from potluck.codecs.factors import sent_as
 from potluck.strategies.sub_gemm.checks import check_tile
 from potluck.strategies.sub_gemm.product import Product
-from potluck.strategies.sub_gemm.tile import multiply, sent_as
+from potluck.strategies.sub_gemm.tile import multiply
 
 
 @dataclass

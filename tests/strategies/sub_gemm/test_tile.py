@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from potluck.strategies.sub_gemm.tile import REPLY_TYPES, decode, encode, multiply, sent_as
+from potluck.codecs.factors import decode, encode, sent_as
+from potluck.strategies.sub_gemm.tile import REPLY_TYPES, multiply
 from potluck.types.errors import InvalidUpdate
 
 

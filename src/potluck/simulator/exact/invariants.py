@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class Witness:
 
     @property
     def tolerance(self) -> float:
-        """Of a difference that is none: sums of other tiles round otherwise, and an optimizer's step makes more of it."""
+        """Of a difference that is none: sums of other tiles round otherwise, and an optimizer makes more of it."""
         return 1e-5 if self._alone is not None else 0.0
 
     @property

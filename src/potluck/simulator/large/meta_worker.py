@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from potluck.clock import Clock
+from potluck.clock.conversation import Ask, in_turns
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import flat_size
 from potluck.codecs.delta import WHOLE
@@ -207,6 +208,9 @@ class DeviceCompute:
         if self._waiting is not None and not math.isinf(was):
             self._end_after(max(self._ends_at - self._clock.now(), 0.0) / was * factor)
 
+    async def converse(self, work: Callable[[Ask], T]) -> T:
+        return await in_turns(work)
+
     def close(self) -> None:
         pass
 
@@ -216,6 +220,9 @@ class Inline:
 
     async def run(self, fn: Callable[..., T], *args: Any, cost_s: float = 0.0) -> T:
         return fn(*args)
+
+    async def converse(self, work: Callable[[Ask], T]) -> T:
+        return await in_turns(work)
 
     def close(self) -> None:
         pass

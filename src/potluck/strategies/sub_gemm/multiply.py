@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from potluck.codecs.factors import sent_as
 from potluck.planner.cost import Calibration, correction
 from potluck.planner.tiles.choose import cheapest
 from potluck.planner.tiles.device import Head, TileDevice
@@ -33,7 +34,6 @@ from potluck.strategies.sub_gemm.holdings import Holdings
 from potluck.strategies.sub_gemm.pieces import Check, Terms, title
 from potluck.strategies.sub_gemm.product import Matrix, Product, ProductKind
 from potluck.strategies.sub_gemm.tally import Tally
-from potluck.strategies.sub_gemm.tile import sent_as
 from potluck.strategies.sub_gemm.tile_bag import TileBag
 from potluck.strategies.sub_gemm.times import TileTimes
 from potluck.types.errors import RoundFailed

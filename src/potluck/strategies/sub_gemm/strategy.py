@@ -24,6 +24,7 @@ from potluck.planner.tiles.device import Head as HeadMachine
 from potluck.strategies.fleet import Fleet, Head
 from potluck.strategies.replica import Loss
 from potluck.strategies.run import RunFacts
+from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.sub_gemm.head import HeadConfig, HeadModel
 from potluck.strategies.sub_gemm.multiply import SpreadConfig, SpreadMultiplier
@@ -64,7 +65,7 @@ def tile(_: object, *, a: Tensor, b: Tensor, wire: str, is_a_transposed: bool, i
 
 class SubGEMM:  # the half that runs on the head
     Config: ClassVar[type[BaseModel]] = SubGEMMConfig
-    State: ClassVar[type[SyncSGDState]] = SyncSGDState
+    State: ClassVar[type[State]] = SyncSGDState
 
     def __init__(self, config: SubGEMMConfig) -> None:
         self.config = config

@@ -1,8 +1,8 @@
-"""What a device does with a piece of a product, and how factors travel: C[m, q] = A[m, n] B[n, q].
+"""What a device does with a piece of a product: C[m, q] = A[m, n] B[n, q].
 
-    fp32    as it is                                                    C in fp32
-    bf16    rounded to bf16; products are exact, sums in fp32           C rounded to bf16
-    int8    a row x becomes round(x / s) with s = max |x| / 127         C rounded to bf16
+    fp32 factors    C in fp32
+    bf16            products are exact, sums in fp32, C rounded to bf16
+    int8            the same with the rows that they stand for (codecs/factors.py)
 
 Factors come as they are stored, and flags say which of them is to be read transposed: nobody copies to transpose.
 The result is a function of the factors, on one machine with one number of threads.
@@ -16,50 +16,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from potluck.codecs.factors import named_types
 from potluck.types.errors import InvalidUpdate
 
 REPLY_TYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
 """The types that factors travel in, and what a product of such factors comes back as."""
-least_scale = 2.0**-126
-"""Of an int8 row: one whose largest value is below 127 times the smallest normal fp32 counts as zero."""
-
-
-def encode(values: Tensor, wire: str) -> dict[str, Tensor]:
-    """What is sent of a factor [rows, columns], any strides, on the CPU: contiguous "values", of int8 with "scales".
-
-    InvalidUpdate for NaN or infinity, which int8 cannot send.
-    """
-    if wire == "fp32":
-        return {"values": values.float().contiguous()}
-    if wire == "bf16":
-        return {"values": values.bfloat16().contiguous()}
-    rows = values.float()
-    scales = rows.abs().amax(1) / 127
-    if not torch.isfinite(scales).all():
-        raise InvalidUpdate(
-            "a factor of a product holds NaN or infinity, which int8 does not send; lower strategy.inner.lr"
-        )
-    scales[scales < least_scale] = 0
-    codes = (rows / torch.where(scales > 0, scales, torch.inf)[:, None]).round_().to(torch.int8)
-    return {"values": codes.contiguous(), "scales": scales}
-
-
-def decode(sent: Mapping[str, Tensor], wire: str) -> Tensor:
-    """The factor: fp32 [rows, columns], of bf16 in bf16. InvalidUpdate if `sent` cannot be what `encode` gives."""
-    values, scales = sent.get("values"), sent.get("scales")
-    expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}.get(wire)
-    if values is None or values.dim() != 2 or values.dtype != expected or (scales is None) != (wire != "int8"):
-        raise InvalidUpdate(f"a factor came as {_named(sent)}, which is no matrix of wire type {wire[:20]}")
-    if scales is None:
-        return values
-    if scales.dtype != torch.float32 or scales.shape != values.shape[:1]:
-        raise InvalidUpdate(f"a factor came as {_named(sent)}, and int8 has an fp32 scale for each row")
-    return values.float().mul_(scales[:, None])
-
-
-def sent_as(values: Tensor, wire: str) -> Tensor:
-    """The factor that a device decodes: what its reply is checked with. fp32 is not copied."""
-    return values.float() if wire == "fp32" else decode(encode(values, wire), wire)
 
 
 def multiply(
@@ -79,7 +40,7 @@ def multiply(
         or a.shape[1] != b.shape[0]
     ):
         raise InvalidUpdate(
-            f"a piece multiplies {_named({'a': a, 'b': b})} on wire type {wire[:20]!r}, which cannot be; check the "
+            f"a piece multiplies {named_types({'a': a, 'b': b})} on wire type {wire[:20]!r}, which cannot be; check the "
             "coordinator's version"
         )
     with torch.no_grad(), _whole_precision():
@@ -114,7 +75,3 @@ def _whole_precision() -> Iterator[None]:
         yield
     finally:
         flags.allow_tf32, flags.allow_bf16_reduced_precision_reduction = before
-
-
-def _named(tensors: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name[:20]} {x.dtype} {list(x.shape)}" for name, x in tensors.items()) or "nothing"
