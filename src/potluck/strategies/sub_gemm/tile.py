@@ -40,8 +40,8 @@ def multiply(
         or a.shape[1] != b.shape[0]
     ):
         raise InvalidUpdate(
-            f"a piece multiplies {named_types({'a': a, 'b': b})} on wire type {wire[:20]!r}, which cannot be; check the "
-            "coordinator's version"
+            f"a piece multiplies {named_types({'a': a, 'b': b})} on wire type {wire[:20]!r}, which cannot be; check "
+            "the coordinator's version"
         )
     with torch.no_grad(), _whole_precision():
         if wire == "bf16" and a.dtype == b.dtype == torch.bfloat16 and _rounds_once(a.device):
