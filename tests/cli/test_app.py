@@ -89,6 +89,8 @@ def test_recipes_are_listed_and_printed() -> None:
         (["join", "nonsense"], 1, "is neither a join line"),
         (["join", "potluck://x:1/y", "--max-memory", "lots"], 1, "'lots' is not a size"),
         (["join", "potluck://x:1/y", "--hours", "late"], 1, "'late' is not a span of hours"),
+        (["set", "stdlib-gpt"], 1, "nothing to set in stdlib-gpt; write KEY=VALUE"),
+        (["simulate", "stdlib-gpt", "--fuzz", "1"], 1, "--fuzz draws its runs from seeds; leave out RECIPE"),
         (["generate", "nowhere"], 12, "nowhere holds no config.json"),
         (["profile", "--device", "tpu"], 5, "is not a device"),
         (["bench", "nothing"], 1, "there is no bench nothing"),
@@ -110,6 +112,13 @@ def test_mistakes_end_in_one_sentence_and_a_code(
     if code != 2:
         assert "Traceback" not in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_paused_worker_is_resumed_by_the_command_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "identity").mkdir(parents=True)
+    told = potluck("pause", "--state", "mine", cwd=tmp_path).stderr
+    assert told == "the worker of mine is paused; `potluck resume --state mine` lets it go on\n"
+    assert potluck("resume", "--state", "mine", cwd=tmp_path).stderr.startswith("the worker of mine may go on; ")
 
 
 def test_run_does_not_touch_a_folder_that_holds_a_run(tmp_path: Path) -> None:

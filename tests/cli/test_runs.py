@@ -30,6 +30,9 @@ def test_a_run_that_is_not_there(tmp_path: Path) -> None:
         find_run(None, tmp_path)
     with pytest.raises(PotluckError, match="there is no run at other"):
         find_run("other", tmp_path)
+    make_run(tmp_path / "runs" / "stdlib-gpt", 1000)
+    with pytest.raises(PotluckError, match=r"there is no run at stdlib-gtp nor at .*; did you mean stdlib-gpt\?"):
+        find_run("stdlib-gtp", tmp_path / "runs")
 
 
 def test_a_new_run_takes_no_folder_that_holds_one(tmp_path: Path) -> None:

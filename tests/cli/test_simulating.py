@@ -52,7 +52,9 @@ def test_faults_make_a_run_longer() -> None:
     assert float(str(wild["seconds"])) > float(str(calm["seconds"]))
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_fuzz_says_what_it_played() -> None:
+    """A process that was killed in a fuzzed world closes nothing."""
     found = simulate("--fuzz", "3", "--seed", "11", "--json")
     assert found["seeds"] == 3 and found["violations"] == []
 

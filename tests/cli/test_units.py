@@ -1,6 +1,6 @@
 import pytest
 
-from potluck.cli.units import format_bytes, format_count, format_seconds, parse_bytes, parse_hours
+from potluck.cli.units import format_bytes, format_count, format_rounds, format_seconds, parse_bytes, parse_hours
 from potluck.types.errors import PotluckError
 
 
@@ -52,3 +52,7 @@ def test_counts(count: float, text: str) -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_rounds() -> None:
+    assert [format_rounds(n) for n in (0, 1, 13)] == ["0 rounds", "1 round", "13 rounds"]

@@ -39,7 +39,7 @@ def test_the_picture_has_run_and_workers() -> None:
     text = status_text(snapshot(worker("anna"), worker("bert", device="cuda:0", precision="bf16-mixed")), width=120)
     first, facts, header, anna, bert = rows(text)
     assert first[0] == "mine (diloco)"
-    assert first[2:] == ["49%", "round 13, 2 of 2 workers connected"]
+    assert first[2:] == ["49%", "round 13; 2 of 2 workers connected"]
     assert facts == ["round 12", "983 k tokens", "loss 3.2109", "validation 3.4000", "2 min 05 s left"]
     assert header == ["worker", "device", "precision", "state", "tokens/s", "tokens", "up", "down", "Mbit/s"]
     assert anna == ["anna", "cpu", "fp32", "training, step 7", "1,234", "56.0 k", "1.50 MB", "2.50 MB", "12 / 95.2"]
@@ -53,7 +53,7 @@ def test_a_worker_that_is_away_and_one_that_is_not_trusted() -> None:
     first, _, _, anna, bert = rows(text)
     assert anna[3:5] == ["away for 4 s", "-"]
     assert bert[3] == "quarantined: 3 refused results in a row"
-    assert first[-1] == "1 of 2 workers, 1 of 2 workers connected"
+    assert first[-1] == "1 of 2 workers; 1 of 2 workers connected"
 
 
 def test_a_run_that_has_not_begun() -> None:
@@ -101,6 +101,18 @@ def test_without_a_terminal_every_event_is_one_line() -> None:
         "bert is not here any more: its connection ended",
         "round 5 discarded: 0 of 2 replies, which is a line longer than the console",
     ]
+
+
+def test_what_was_moved_before_the_run_was_continued_counts_in_no_round() -> None:
+    view, stream = plain()
+    state = snapshot()
+    view.watch(lambda: state)
+    state["workers"] = [worker("anna", bytes_up=81_000_000, bytes_down=43_000_000)]
+    view.event(event("joined", "anna joined (cpu)", worker="anna"))
+    state["workers"] = [worker("anna", bytes_up=82_000_000, bytes_down=45_000_000)]
+    view.event(event("joined", "anna is back (cpu)", worker="anna"))  # in mid-round: what it moved still counts
+    view.event(event("round", "x", round=61, loss=2.5, workers=["anna"], tokens=9, seconds=1.25))
+    assert stream.getvalue().splitlines()[-1] == "round  61  loss 2.5000  anna  1.00 MB up, 2.00 MB down  1.2 s"
 
 
 def test_in_a_terminal_lines_stay_above_the_picture() -> None:

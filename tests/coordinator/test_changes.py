@@ -41,12 +41,13 @@ def test_a_change_of_a_key_or_of_its_alternative() -> None:
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("strategy.inner.lr=1", "strategy.inner.lr cannot change while a run goes on; these can: budget.tokens, "),
-        ("fleet.min_worker=1", "fleet.min_worker cannot change"),
+        ("strategy.inner.lr=1", "strategy.inner.lr cannot change while a run goes on; docs/recipes.md marks"),
+        ("fleet.min_worker=1", "'fleet.min_worker' is not a key; did you mean fleet.min_workers?"),
+        ("flit=1", "'flit' is not a key; docs/recipes.md marks those to set"),
         ("fleet.min_workers=0", "fleet.min_workers is 0 and must be at least 1"),
         ("fleet.min_workers", "is not of the form key=value"),
         ("fleet.no_progress_s=inf", "fleet.no_progress_s is inf and must be a finite number"),
-        ("", "cannot change"),
+        ("", "'' is not a key"),
     ],
 )
 def test_what_is_refused(setting: str, sentence: str) -> None:
@@ -67,7 +68,7 @@ def test_a_stopped_run_keeps_changes_until_its_recipe_is_edited(tmp_path: Path) 
     Ledger(Database(tmp_path / MARK)).close()
     (tmp_path / "recipe.json").write_text(json.dumps({"run_id": "it", "recipe": given.to_json()}))
     assert set_in_folder(tmp_path, "budget.rounds=12", at=5.0, by="me") == (
-        "budget.rounds is 12, and was 9, when the run goes on"
+        "when the run goes on, budget.rounds is 12, and was 9"
     )
     set_in_folder(tmp_path, "fleet.min_workers=2", at=6.0, by="me")
     set_in_folder(tmp_path, "budget.rounds=13", at=7.0, by="me")
@@ -103,7 +104,7 @@ def test_a_run_that_waits_for_more_workers_goes_on_when_it_is_told_to(tmp_path: 
         assert world.run.state.round > 3
         await changes.set(world.run, f"budget.rounds={world.run.state.round + 2}", by="me")
         told_of = [o["text"] for o in snapshot(world.run)["operations"]]
-        assert told_of[0] == "me set fleet.min_workers is 1, and was 3" and len(told_of) == 3
+        assert told_of[0] == "me: fleet.min_workers is 1, and was 3" and len(told_of) == 3
         await world.crash_coordinator()
         world.plan = replanned(world.plan, with_changes(given, of_folder(world.disk("coordinator")))[0])
         await world.start()

@@ -11,11 +11,55 @@ from typing import Any
 
 import pytest
 
-from potluck.clock import ThreadExecutor
+from potluck.clock import ThreadExecutor, VirtualClock, run_virtual
+from potluck.types.errors import ConnectionLost
+from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile
 from potluck.worker import join, terms
-from potluck.worker.agent import Agent
+from potluck.worker.agent import Agent, Introduction
 from potluck.worker.options import JoinOptions
+
+
+def test_a_coordinator_that_is_away_is_told_of_once_for_each_cause() -> None:
+    """Three refused connections, then two that time out, then a word of the owner: two lines."""
+    causes = iter(["refused", "refused", "refused", "no answer", "no answer"])
+    said: list[str] = []
+
+    async def main() -> None:
+        async def connect() -> Any:
+            if (cause := next(causes, "")) == "":
+                agent.leave()
+            raise ConnectionLost(cause or "no answer")
+
+        agent = Agent(
+            Introduction(id=WorkerId("w"), profile=DeviceProfile(device="cpu")), connect=connect, equip=connect,
+            clock=VirtualClock(), told=said.append,
+        )  # fmt: skip
+        await agent.work()
+
+    run_virtual(main())
+    assert said == [
+        f"the coordinator cannot be reached ({cause}); trying again until it can" for cause in ("refused", "no answer")
+    ]
+
+
+def test_why_a_worker_may_not_work_is_said_again_where_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = ["it takes a minute to see", "others use 30%", "others use 31%", "this machine runs on its battery"]
+    left, said = list(reasons), list[str]()
+
+    def begun(joining: join._Joining) -> None:
+        def stop(**_: float) -> terms.Stop:
+            if len(left) == 1:
+                joining.leave()
+            return terms.Stop(left.pop(0), 0.0)
+
+        monkeypatch.setattr(joining._terms, "stop", stop)
+
+    monkeypatch.setattr(join, "look_s", 0.01)
+    assert joined(tmp_path, monkeypatch, begun, said.append) == "left"
+    assert said == [reasons[0], reasons[1], reasons[3]]
 
 
 class Unanswered:

@@ -94,7 +94,7 @@ def test_an_idle_machine_is_one_that_has_been_quiet_for_a_minute(tmp_path: Path)
     terms = Terms(tmp_path, desk, only_when=("idle",))
     stops = [terms.stop(now=float(t), wall=0.0) for t in range(62)]
     assert [s is None for s in stops] == [False] * 60 + [True] * 2
-    assert stops[0] is not None and stops[0].reason == "it is not known yet whether this machine is idle"
+    assert stops[0] is not None and stops[0].reason == "it takes a minute to see whether this machine is idle"
 
 
 def test_somebody_s_work_ends_it_within_seconds_and_a_blip_does_not() -> None:
@@ -130,7 +130,7 @@ def test_after_a_sleep_it_is_looked_at_anew() -> None:
     idleness = Idleness()
     for t in range(61):
         idleness.observe(float(t), 0.0, math.inf)
-    assert idleness.observe(500.0, 0.0, math.inf) == "it is not known yet whether this machine is idle"
+    assert idleness.observe(500.0, 0.0, math.inf) == "it takes a minute to see whether this machine is idle"
 
 
 def test_what_this_process_computes_is_not_others_work() -> None:

@@ -184,7 +184,8 @@ def pause(state: WorkerFolder = None) -> None:
 
     folder = state or Path.home() / ".potluck" / "worker"
     pause_worker(folder)
-    say(f"the worker of {folder} is paused; `potluck resume` lets it go on")
+    again = f"potluck resume --state {state}" if state else "potluck resume"
+    say(f"the worker of {folder} is paused; `{again}` lets it go on")
 
 
 @app.command()
@@ -194,7 +195,7 @@ def resume(state: WorkerFolder = None) -> None:
 
     folder = state or Path.home() / ".potluck" / "worker"
     resume_worker(folder)
-    say(f"the worker of {folder} goes on; if none runs, `potluck join` starts it")
+    say(f"the worker of {folder} may go on; if none runs, `potluck join` starts it")
 
 
 @app.command()
@@ -287,7 +288,10 @@ def set_key(
     from potluck.cli.operator import change
 
     run_name = None if "=" in arguments[0] else arguments[0]
-    for setting in arguments if run_name is None else arguments[1:]:
+    settings = arguments if run_name is None else arguments[1:]
+    if not settings:
+        raise PotluckError(f"nothing to set in {run_name}; write KEY=VALUE, such as `potluck set budget.rounds=40`")
+    for setting in settings:
         say(asyncio.run(change(run_name, setting)))
 
 
@@ -357,8 +361,12 @@ def simulate(
     ] = None,
     fleet: Annotated[
         str,
-        typer.Option("--fleet", metavar="FLEET", help="A fleet file, or home, campus, hospitals, volunteers or edge."),
-    ] = "home",
+        typer.Option(
+            "--fleet",
+            metavar="FLEET",
+            help="A fleet file, or home, campus, hospitals, volunteers or edge. [default: home]",
+        ),
+    ] = "",
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same run.")] = 0,
     faults: Annotated[
         float,
@@ -379,6 +387,8 @@ def simulate(
     overrides: Set = None,
 ) -> None:
     """Play a run on a virtual fleet, with faults if asked."""
+    if fuzz and (recipe or fleet or faults or picture or overrides):
+        raise PotluckError("--fuzz draws its runs from seeds; leave out RECIPE, --fleet, --faults, --picture and --set")
     from potluck.cli.quiet import quiet_libraries
     from potluck.cli.simulating import report_text, run_fuzz, simulate_recipe
 
@@ -393,7 +403,13 @@ def simulate(
             "say which RECIPE to simulate, such as `potluck simulate stdlib-gpt`, or how many with --fuzz"
         )
     report = simulate_recipe(
-        recipe, fleet, seed=seed, faults_per_hour=faults, sizes=devices, picture=picture, overrides=overrides or []
+        recipe,
+        fleet or "home",
+        seed=seed,
+        faults_per_hour=faults,
+        sizes=devices,
+        picture=picture,
+        overrides=overrides or [],
     )
     if as_json:
         put_json(report)

@@ -153,9 +153,7 @@ def run_recipe(recipe: Recipe, run_dir: Path, *, num_local: int = 0, address: st
     view = View(Console(stderr=True, highlight=False))
     result = asyncio.run(Running(options, view, num_local=num_local).run())
     if result.stopped:
-        again = f"run RECIPE --local {num_local} --resume" if num_local else "host RECIPE"
-        if run_dir != Path("runs") / recipe.name:
-            again += f" --dir {run_dir}"
+        again = f"run {run_dir} --local {num_local} --resume" if num_local else f"host {run_dir}"
         view.say(f"{result.stopped} after {result.rounds} rounds; `potluck {again}` continues it")
     view.say(f"the model is in {result.model_dir}; let it write: potluck generate {result.model_dir}")
     return result

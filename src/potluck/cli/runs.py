@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from potluck.coordinator.mistakes import nearest
 from potluck.storage.ledger import MARK
 from potluck.types.errors import PotluckError
 
@@ -33,7 +34,9 @@ def find_run(name: str | None, root: Path | None = None) -> Path:
         for candidate in (Path(name), root / name):
             if (candidate / MARK).exists():
                 return candidate
-        raise PotluckError(f"there is no run at {name} nor at {root / name}; give the run's folder")
+        near = nearest(name, (mark.parent.name for mark in root.glob(f"*/{MARK}")))
+        hint = f"did you mean {near}?" if near else "give the run's folder"
+        raise PotluckError(f"there is no run at {name} nor at {root / name}; {hint}")
     found = [mark.parent for mark in root.glob(f"*/{MARK}")]
     if not found:
         raise PotluckError(f"there is no run under {root.resolve()}; give the run's folder")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from potluck.cli.simulating_tiles import simulate_tiles, tiles_text
-from potluck.cli.units import format_bytes, format_count, format_seconds
+from potluck.cli.units import format_bytes, format_count, format_rounds, format_seconds
 from potluck.coordinator.prepare import sketch
 from potluck.coordinator.recipe import load_recipe
 from potluck.simulator.exact.fuzz import Verdict, fuzz
@@ -78,7 +78,8 @@ def simulate_recipe(
         ),
         faults=draw_faults(machines.devices, seed=seed, per_hour=faults_per_hour) if faults_per_hour else (),
     )
-    title = f"{plan.spec.name} on {machines.name}: {report.num_rounds} rounds in {format_seconds(report.seconds)}"
+    played = f"{format_rounds(report.num_rounds)} in {format_seconds(report.seconds)}"
+    title = f"{plan.spec.name} on {machines.name}: {played}"
     if picture is not None:
         write_atomic(picture, timeline_svg(report, title).encode())
     return {"recipe": plan.spec.name, "fleet": machines.name, "seed": seed} | _figures(report, time.monotonic() - begun)
@@ -129,8 +130,9 @@ def report_text(report: Mapping[str, Any]) -> str:
         return tiles_text(report)
     energy = f"{report['energy_kwh']:.3g} kWh" if report["energy_kwh"] else "energy not known"
     lines = [
-        f"{report['recipe']} on {report['fleet']}: {report['rounds']} rounds, {format_count(report['tokens'])} tokens "
-        f"in {format_seconds(report['seconds'])}; simulated in {report['real_s']} s",
+        f"{report['recipe']} on {report['fleet']}: {format_rounds(report['rounds'])}, "
+        f"{format_count(report['tokens'])} tokens in {format_seconds(report['seconds'])}; "
+        f"simulated in {report['real_s']} s",
         f"{format_bytes(report['up_bytes'])} up, {format_bytes(report['down_bytes'])} down, {energy}, "
         f"{report['tasks_lost']} tasks lost",
     ]

@@ -63,6 +63,11 @@ def format_count(count: float) -> str:
     return text.replace("G", "B")  # a billion
 
 
+def format_rounds(count: int) -> str:
+    """`1 round`, `13 rounds`."""
+    return "1 round" if count == 1 else f"{count} rounds"
+
+
 def format_seconds(seconds: float) -> str:
     """`42 s`, `3 min 05 s`, `2 h 10 min`."""
     whole = round(seconds)

@@ -108,7 +108,7 @@ def _state(worker: Mapping[str, Any]) -> str:
 
 def _doing(snapshot: Snapshot) -> str:
     num_connected = sum(bool(worker["connected"]) for worker in snapshot["workers"])
-    return f"{snapshot['phase']}, {num_connected} of {len(snapshot['workers'])} workers connected"
+    return f"{snapshot['phase']}; {num_connected} of {len(snapshot['workers'])} workers connected"
 
 
 def round_line(event: Event, bytes_up: int, bytes_down: int) -> str:
@@ -127,18 +127,20 @@ class View:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._status: Callable[[], Snapshot] | None = None
-        self._moved = (0, 0)  # bytes up and down by all workers, at the round before
+        self._moved: dict[str, tuple[int, int]] = {}  # bytes up and down by each worker, at the round before
 
     def watch(self, status: Callable[[], Snapshot] | None) -> None:
         """Draw this run from now on; None for no run."""
         self._status = status
-        self._moved_since()
+        self._moved = self._totals()
 
     def event(self, event: Event) -> None:
         """One line that stays."""
         if event.kind in QUIET:
             return
         text = event.text
+        if event.kind == "joined":  # with what it moved before this process, where the run is continued
+            self._moved = self._totals() | self._moved
         if event.kind == "round":
             text = round_line(event, *self._moved_since())
         elif event.kind == "left":
@@ -146,12 +148,17 @@ class View:
         self.say(text, STYLES.get(event.kind, ""))
 
     def _moved_since(self) -> tuple[int, int]:
-        """Bytes up and down by all workers since the last call."""
+        """Bytes up and down by all workers since the round before, or since they joined."""
+        before, self._moved = self._moved, self._totals()
+        moved = [
+            (up - before.get(id, (0, 0))[0], down - before.get(id, (0, 0))[1]) for id, (up, down) in self._moved.items()
+        ]
+        return sum(up for up, _ in moved), sum(down for _, down in moved)
+
+    def _totals(self) -> dict[str, tuple[int, int]]:
+        """Bytes up and down by each worker in the whole run."""
         workers = self._status()["workers"] if self._status else []
-        now = sum(worker["bytes_up"] for worker in workers), sum(worker["bytes_down"] for worker in workers)
-        up, down = now[0] - self._moved[0], now[1] - self._moved[1]
-        self._moved = now
-        return up, down
+        return {worker["id"]: (worker["bytes_up"], worker["bytes_down"]) for worker in workers}
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style=style), soft_wrap=True)

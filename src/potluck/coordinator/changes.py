@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from potluck.coordinator.core import Coordinator, open_ledger
+from potluck.coordinator.mistakes import nearest
 from potluck.coordinator.prepare import replanned, stored_recipe
-from potluck.coordinator.recipe import ALTERNATIVES, Recipe, apply_override, parse_recipe
+from potluck.coordinator.recipe import ALTERNATIVES, Recipe, apply_override, known_keys, parse_recipe
 from potluck.storage.files import FolderLock
 from potluck.storage.ledger import MARK, Ledger, Operation
 from potluck.types.errors import RecipeError
@@ -53,7 +54,7 @@ def changed(recipe: Recipe, setting: str) -> tuple[str, Recipe]:
     """The key of `key=value`, and the recipe with it set. RecipeError, which names the keys that may change."""
     key = setting.partition("=")[0].strip()
     if key not in LIVE_KEYS:
-        raise RecipeError(f"{key[:100]} cannot change while a run goes on; these can: {', '.join(LIVE_KEYS)}")
+        raise RecipeError(_not_live(key))
     table = recipe.to_json()
     apply_override(table, setting)
     recipe = parse_recipe(table, "the change")
@@ -61,6 +62,14 @@ def changed(recipe: Recipe, setting: str) -> tuple[str, Recipe]:
     if isinstance(value, float) and not math.isfinite(value):  # the ledger keeps it as JSON
         raise RecipeError(f"{key} is {value} and must be a finite number")
     return key, recipe
+
+
+def _not_live(key: str) -> str:
+    """Why that key is not set, and which are."""
+    if key in known_keys():
+        return f"{key} cannot change while a run goes on; docs/recipes.md marks the keys that can"
+    near = nearest(key, LIVE_KEYS)
+    return f"{key[:100]!r} is not a key; " + (f"did you mean {near}?" if near else "docs/recipes.md marks those to set")
 
 
 def with_changes(given: Recipe, operations: Iterable[Operation]) -> tuple[Recipe, list[str]]:
@@ -133,7 +142,7 @@ def _set_in_ledger(ledger: Ledger, folder: Path, setting: str, *, at: float, by:
     state = ledger.last_state()
     operation = _operation(key, given, before, recipe, at=at, round=state["round"] if state else 0, by=by)
     ledger.record(operation)
-    return f"{sentence(operation)}, when the run goes on"
+    return f"when the run goes on, {sentence(operation)}"
 
 
 def sentence(operation: Operation) -> str:

@@ -42,9 +42,12 @@ OnEvent = Callable[[Event], None]
 
 
 def write_metrics(path: Path, event: Event) -> None:
-    """Append one line to metrics.jsonl (docs/metrics.md), or nothing of it. OSError if the disk is full."""
+    """Append one line to metrics.jsonl (docs/metrics.md), or nothing of it. OSError if the disk is full.
+
+    The file is made for its owner only: it holds join lines.
+    """
     line = json.dumps({"time": event.at, "kind": event.kind, "text": event.text, **event.detail}).encode() + b"\n"
-    with path.open("ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         before = file.tell()
         if file.write(line) != len(line):
             file.truncate(before)

@@ -45,7 +45,7 @@ def told(operation: Operation) -> str:
     value = operation.value
     if operation.kind == ROLL_BACK:
         return f"went back to round {value['to_round']}: {value['reason']}"
-    return f"{value['by']} set {sentence(operation)}"
+    return f"{value['by']}: {sentence(operation)}"
 
 
 def _id(member: Member) -> str:
@@ -57,7 +57,8 @@ def _worker(run: Coordinator, member: Member, given: dict[str, Any]) -> dict[str
     if member.quarantined:
         activity = "quarantined"
     elif not member.connected:
-        activity = absence(member, run.clock.now(), run.config) or "away"
+        reason = absence(member, run.clock.now(), run.config)  # of a subject that its row names
+        activity = reason.removeprefix(f"{member.id} ") or "away"
     else:
         activity = progress.activity if progress and progress.activity else "waiting"
     return {

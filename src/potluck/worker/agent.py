@@ -82,14 +82,14 @@ class Agent:
     async def work(self) -> None:
         """Until the run ends, the worker leaves, or the coordinator refuses it (Refused)."""
         running: asyncio.Task[None] | None = None
-        wait_s, first_try = first_wait_s, self._clock.now()
+        wait_s, first_try, said = first_wait_s, self._clock.now(), ""
         try:
             while not self.ended and not self._leaving.is_set():
                 try:
                     connection = await self._connect()
                     try:
                         await self._join(connection)
-                        wait_s = first_wait_s
+                        wait_s, said = first_wait_s, ""
                         assert self.runner is not None
                         if running is None:
                             running = asyncio.create_task(self.runner.run())
@@ -102,7 +102,9 @@ class Agent:
                         raise CoordinatorUnreachable(
                             f"no coordinator answers ({lost}); check the address and that `potluck host` runs there"
                         ) from lost
-                    self._told(f"the coordinator cannot be reached ({lost}); trying again")
+                    if str(lost) != said:  # once for each cause: it may be away for days
+                        said = str(lost)
+                        self._told(f"the coordinator cannot be reached ({lost}); trying again until it can")
                 if not self.ended:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(wait_s * self._random.uniform(0.5, 1.0)):

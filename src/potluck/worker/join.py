@@ -36,6 +36,8 @@ Say = Callable[[str], None]
 renewal_check_s = 3600.0
 look_s = 1.0
 """Between two looks at the owner's terms."""
+_no_digits = str.maketrans("", "", "0123456789")
+"""A reason with other figures is the same one."""
 leave_patience_s = 5.0
 """How long the coordinator may take to hear that the worker leaves."""
 
@@ -100,12 +102,12 @@ class _Joining:
         self._leaving.set()
 
     async def _wait_for_terms(self) -> None:
-        """Until the worker may work, or leaves."""
-        is_said = False
+        """Until the worker may work, or leaves. Says why not, and again where that becomes another thing."""
+        said = ""
         while not self._leaving.is_set() and (stop := await self._look()) is not None:
-            if not is_said:
+            if (reason := stop.reason.translate(_no_digits)) != said:
                 self.say(stop.reason)
-            is_said = True
+            said = reason
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(look_s):
                     await self._leaving.wait()

@@ -109,7 +109,7 @@ class Idleness:
         if self._is_idle:
             return ""
         if now - self._since < quiet_s:
-            return "it is not known yet whether this machine is idle"
+            return "it takes a minute to see whether this machine is idle"
         return f"others use {most:.0%} of this machine's processors"
 
     def _mean(self, after: float) -> float:
