@@ -230,10 +230,11 @@ def goodput(bench: _Bench, num_rounds: int, round_s: float, snapshot_steps: int,
     fleet = f'min_workers = 1\n{waits}\nbalance = "time"{snapshots}'
     chance = random.Random(seed)
     with bench.running(*names, strategy=_paced(num_steps, round_s / num_steps), fleet=fleet) as run:
-        run.wait_round(*names, more=2, timeout_s=20 * round_s)
-        usual = run.rounds()[-1]
-        seen, begun = len(run.rounds()), usual["time"]
-        lives = {name: _Life(begun, chance, rounds_between_failures * usual["seconds"]) for name in names}
+        run.wait_round(*names, more=4, timeout_s=20 * round_s)
+        calm = run.rounds()
+        usual_s = statistics.median(e["seconds"] for e in calm[-3:])
+        seen, begun = len(calm), calm[-1]["time"]
+        lives = {name: _Life(begun, chance, rounds_between_failures * usual_s) for name in names}
 
         def is_over() -> bool:
             for name, life in lives.items():
@@ -247,10 +248,10 @@ def goodput(bench: _Bench, num_rounds: int, round_s: float, snapshot_steps: int,
         run.wait(is_over, f"{num_rounds} rounds", timeout_s=20 * num_rounds * round_s, every_s=0.1)
         rounds = run.rounds()[seen : seen + num_rounds]
     ended = rounds[-1]["time"]
-    tokens = rounds[-1]["tokens"] - usual["tokens"]
-    usual_tokens_per_s = num_steps * 4 * 32 / usual["seconds"]  # of one worker
+    tokens = rounds[-1]["tokens"] - calm[-1]["tokens"]
+    usual_tokens_per_s = num_steps * 4 * 32 / usual_s  # of one worker
     return {
-        "undisturbed_round_s": round(usual["seconds"], 2),
+        "undisturbed_round_s": round(usual_s, 2),
         "round_s_mean": round((ended - begun) / num_rounds, 2),
         "rounds": num_rounds,
         "failures": sum(life.num_deaths for life in lives.values()),
