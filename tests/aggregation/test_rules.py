@@ -290,7 +290,13 @@ def test_multi_krum_keeps_no_more_than_it_may(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("config", "n", "sentence"),
     [
-        ({"rule": "krum"}, 4, "krum with aggregation.max_faulty = 1 needs 5 updates and 4 came; raise fleet.min_w"),
+        (
+            {"rule": "krum"},
+            4,
+            "krum with aggregation.max_faulty = 1 needs 5 updates and 4 came; set fleet.min_workers to 5 or more, "
+            "aggregation.max_faulty to 0, or choose another aggregation.rule",
+        ),
+        ({"rule": "krum"}, 2, "needs 5 updates and 2 came; set fleet.min_workers to 5 or more, or choose another"),
         ({"rule": "multi_krum", "max_faulty": 2}, 6, "multi_krum with .* = 2 needs 7 updates and 6 came"),
         ({"rule": "trimmed_mean"}, 2, "trimmed_mean with aggregation.trim_fraction = 0.1 needs 3 updates and 2 came"),
     ],

@@ -1,7 +1,7 @@
 import time
 
 from potluck.bench.aggregate import _layout, bench_aggregate
-from potluck.bench.memory import memory_bytes, peak_memory
+from potluck.bench.rig.memory import memory_bytes, peak_memory
 
 
 def test_every_rule_has_figures_with_units_that_agree_with_each_other() -> None:

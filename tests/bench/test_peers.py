@@ -9,8 +9,17 @@ import psutil
 import pytest
 
 from potluck.bench import peers
-from potluck.bench.peer_systems import Peer, PeerFailed, Site, Workload, flower, free_ports, nvflare, read_notes
-from potluck.bench.processes import Marked
+from potluck.bench.rig.peer_systems import (
+    PeerFailed,
+    PeerSystem,
+    Sandbox,
+    Workload,
+    flower,
+    free_ports,
+    nvflare,
+    read_notes,
+)
+from potluck.bench.rig.processes import Marked
 from potluck.types.errors import PotluckError
 
 job = """
@@ -23,19 +32,19 @@ for number in range(1 + int(sys.argv[2])):
 sleeper = ("python", "-c", "import time; held = bytearray(30_000_000); time.sleep(60)")
 
 
-class HerePeer(Peer):
+class HerePeer(PeerSystem):
     """Runs in this Python."""
 
     def install(self, cache: Path, told: Callable[[str], None]) -> Path:
         return Path(sys.executable)
 
 
-def fake(name: str, code: str = job.replace("STEP", "0.5"), *, standing: tuple[str, ...] = sleeper) -> Peer:
-    def start(site: Site, workload: Workload) -> subprocess.Popen[bytes]:
-        site.start("server", *standing)
+def fake(name: str, code: str = job.replace("STEP", "0.5"), *, standing: tuple[str, ...] = sleeper) -> PeerSystem:
+    def start(sandbox: Sandbox, workload: Workload) -> subprocess.Popen[bytes]:
+        sandbox.start("server", *standing)
         for number in range(workload.num_workers):
-            site.start(f"client-{number}", *sleeper)
-        return site.submit("python", "-c", code, site.record, workload.num_rounds)
+            sandbox.start(f"client-{number}", *sleeper)
+        return sandbox.submit("python", "-c", code, sandbox.record, workload.num_rounds)
 
     return HerePeer(name, name.title(), name, "1.0", start)
 
@@ -83,9 +92,9 @@ def test_what_runs_has_figures_and_what_does_not_has_a_reason(monkeypatch: pytes
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Python there is python.exe")
 def test_nothing_is_left_after_ctrl_c(tmp_path: Path) -> None:
-    site = Site(tmp_path, Path(sys.executable), Marked())
-    with pytest.raises(KeyboardInterrupt), site.closing():  # noqa: PT012
-        fake("one").start(site, Workload(((1,),), 2, 3))
+    sandbox = Sandbox(tmp_path, Path(sys.executable), Marked())
+    with pytest.raises(KeyboardInterrupt), sandbox.closing():  # noqa: PT012
+        fake("one").start(sandbox, Workload(((1,),), 2, 3))
         assert len(processes_at_home_in(tmp_path)) == 4
         raise KeyboardInterrupt
     assert processes_at_home_in(tmp_path) == set()
@@ -99,9 +108,9 @@ def test_a_peer_that_cannot_be_installed_tells_why(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_taken_port_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("potluck.bench.peer_systems.is_taken", lambda port: port == 8003)
+    monkeypatch.setattr("potluck.bench.rig.peer_systems.is_taken", lambda port: port == 8003)
     with pytest.raises(PeerFailed, match="port 8003 is taken"):
-        nvflare.start(Site(tmp_path, Path(sys.executable), Marked()), Workload(((1,),), 2, 3))
+        nvflare.start(Sandbox(tmp_path, Path(sys.executable), Marked()), Workload(((1,),), 2, 3))
 
 
 def test_a_half_written_note_waits(tmp_path: Path) -> None:

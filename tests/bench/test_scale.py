@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 from potluck.bench.scale import home_machines, large_plan
-from potluck.simulator.scale import simulate_scale
+from potluck.simulator.large.scale import simulate_scale
 
 
 def test_a_model_of_a_billion_parameters_takes_no_memory() -> None:

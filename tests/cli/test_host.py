@@ -9,22 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from e2e.processes import events, potluck, start, wait_for, write_corpus, write_recipe
+from e2e.processes import events, free_port_pair, potluck, start, wait_for, write_corpus, write_recipe
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def two_free_ports() -> int:
-    """The first of two neighbours."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -36,7 +23,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def test_invite_remove_status_and_stop(tmp_path: Path) -> None:
     write_corpus(tmp_path / "texts")
     recipe = write_recipe(tmp_path / "tiny.toml", 'shared = "texts"', budget="rounds = 1000")
-    port, run = two_free_ports(), tmp_path / "runs" / "tiny"
+    port, run = free_port_pair(), tmp_path / "runs" / "tiny"
     log = tmp_path / "log"
     host = start("host", recipe, "--address", f"127.0.0.1:{port}", cwd=tmp_path, log=log)
     worker = None
@@ -76,7 +63,7 @@ def test_invite_remove_status_and_stop(tmp_path: Path) -> None:
 def test_a_port_that_is_in_use(tmp_path: Path) -> None:
     write_corpus(tmp_path / "texts")
     recipe = write_recipe(tmp_path / "tiny.toml", 'shared = "texts"')
-    port = two_free_ports()
+    port = free_port_pair()
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from e2e.processes import potluck
 
-from potluck.cli.profiling import profile_text
+from potluck.cli.profiling import profile_machine, profile_text
 from potluck.types.profile import CodecSpeed, DeviceProfile, GemmSpeed, Speeds
 
 
@@ -23,6 +24,17 @@ def test_it_measures_prints_one_object_and_keeps_it(tmp_path: Path) -> None:
     again = potluck("profile", "--device", "cpu", "--threads", "1", "--state", "state", cwd=tmp_path)
     assert again.returncode == 0 and again.stderr == ""  # nothing is measured twice
     assert "matrix product, fp32, 256" in again.stdout
+
+
+def test_it_says_why_it_cannot_be_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("potluck.worker.measure.measure", lambda *_, **__: Speeds(measured_at=1.7e9))
+    (tmp_path / "file").touch()
+    found = profile_machine(device="cpu", num_threads=0, state_dir=tmp_path / "file" / "state", refresh=False)
+    assert found.speeds.codecs
+    said = "".join(capsys.readouterr().err.split())  # as it is broken into lines, also within a word
+    assert "speeds.jsoncannotbewritten(Notadirectory),soallismeasuredagainnexttime;chooseanotherfolder" in said
 
 
 def test_the_table_says_what_is_not_known() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from potluck.optim.inner import learning_rate
-from potluck.simulator.problem import Problem
+from potluck.simulator.exact.problem import Problem
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from potluck.contract import checks
 from potluck.optim.inner import InnerConfig
-from potluck.simulator.problem import Problem
+from potluck.simulator.exact.problem import Problem
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig

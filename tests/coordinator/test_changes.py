@@ -6,15 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from worlds import virtual_world
 
-from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.clock import run_virtual
 from potluck.coordinator.changes import LIVE_KEYS, Changes, changed, set_in_folder, with_changes
 from potluck.coordinator.prepare import replanned
 from potluck.coordinator.recipe import SECTIONS, Recipe, known_keys, load_recipe
 from potluck.coordinator.status import snapshot
 from potluck.fleet.config import FleetConfig
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.storage.database import Database
 from potluck.storage.ledger import MARK, Ledger, Operation
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
@@ -88,10 +89,7 @@ def test_a_run_that_waits_for_more_workers_goes_on_when_it_is_told_to(tmp_path: 
     given = recipe("budget.rounds=50", "fleet.min_workers=3")
 
     async def main() -> World:
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), problem.make_deck, tmp_path, clock=VirtualClock(),
-            make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=2)), tmp_path)
         world.add("w1", cost_s=lambda _: 1.0)
         await world.start()
         await world.clock.sleep(30.0)
@@ -126,10 +124,7 @@ def test_a_shorter_patience_reaches_work_that_is_under_way(tmp_path: Path) -> No
     given = recipe("budget.rounds=1", "fleet.min_workers=2", "fleet.no_progress_s=900")
 
     async def main() -> World:
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), problem.make_deck, tmp_path, clock=VirtualClock(),
-            make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=2)), tmp_path)
         world.add("w1", cost_s=lambda _: 1.0)
         world.add("w2", cost_s=lambda _: 1e6)
         await world.start()

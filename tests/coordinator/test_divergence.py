@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract.checks import cost_s
-from potluck.coordinator.core import CheckpointConfig
-from potluck.coordinator.divergence import Diverged, DivergenceConfig, RoundFigures, Watch, min_rounds
+from potluck.coordinator.divergence import Diverged, DivergenceConfig, DivergenceWatch, RoundFigures, min_rounds
+from potluck.coordinator.events import Event
+from potluck.coordinator.plan import CheckpointConfig, ValidationConfig
 from potluck.fleet.config import FleetConfig
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.protocol import pb
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies import diloco
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.task import Result
@@ -35,9 +37,9 @@ def figures(round: int, loss: float = 3.0, step_norm: float = 1.0) -> RoundFigur
     return RoundFigures(round=round, loss=loss, step_norm=step_norm)
 
 
-def fed(*losses: float, config: DivergenceConfig = config) -> Watch:
+def fed(*losses: float, config: DivergenceConfig = config) -> DivergenceWatch:
     """A watch that let these rounds pass."""
-    watch = Watch(config)
+    watch = DivergenceWatch(config)
     for i, loss in enumerate(losses):
         watch.judge(figures(i + 1, loss))
         watch.commit(figures(i + 1, loss))
@@ -89,7 +91,7 @@ def test_a_slow_rise_is_noticed_although_the_median_rises_with_it() -> None:
 def test_what_was_committed_before_a_restart_counts_the_same() -> None:
     rounds = [figures(i + 1, loss) for i, loss in enumerate([*usual, 9.0, 9.0])]
     with pytest.raises(Diverged):
-        Watch(config, rounds).judge(figures(23, 9.0))
+        DivergenceWatch(config, rounds).judge(figures(23, 9.0))
 
 
 @given(st.integers(0, 10_000), st.floats(0.0, 0.5), st.sampled_from(["falling", "warm-up", "level"]))
@@ -97,7 +99,7 @@ def test_what_was_committed_before_a_restart_counts_the_same() -> None:
 def test_ordinary_training_is_never_taken_for_divergence(seed: int, noise: float, shape: str) -> None:
     """Noise of up to a half of the loss, a late spike of twice its value, steps that grow with the rate or momentum."""
     chance = random.Random(seed)
-    watch = Watch(config)
+    watch = DivergenceWatch(config)
     for round in range(1, 120):
         falling = 3.0 + 7.0 * math.exp(-round / 20) if shape == "falling" else 3.0
         loss = falling * (1 + noise * chance.uniform(-1, 1)) * (2.0 if round in (70, 71) else 1.0)
@@ -115,11 +117,11 @@ def test_too_few_rounds_say_nothing() -> None:
 
 
 def world_of(
-    problem: Problem, folder: Path, *, every_rounds: int = 2, inner_steps: int = 2, **settings: object
+    problem: Problem, folder: Path, *, every_rounds: int = 2, inner_steps: int = 2, keep: int = 3, **settings: object
 ) -> World:
     plan = replace(
         problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=inner_steps, outer_momentum=0.0))),
-        checkpoint=CheckpointConfig(every_rounds=every_rounds, keep=3),
+        checkpoint=CheckpointConfig(every_rounds=every_rounds, keep=keep),
         divergence=DivergenceConfig(**settings),  # pyright: ignore[reportArgumentType]
     )
     return World(plan, problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor)
@@ -252,6 +254,62 @@ def test_a_coordinator_that_dies_on_the_way_back_ends_where_it_would_have(
     assert [(o.kind, o.value["to_round"]) for o in world.last.operations] == [("roll_back", 8)]
     accounted(world)
     assert torch.equal(last_params(world), last_params(came_back))
+
+
+def test_a_run_that_is_stopped_while_its_loss_is_suspected_keeps_the_checkpoint_it_may_have_to_go_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of rounds 14 to 16 is four times what it was, and the run is stopped after round 14."""
+    spoil(monkeypatch, loss=lambda number: 4.0 if 27 <= number <= 32 else 1.0)
+
+    async def main(*, stops_after: int) -> World:
+        world = world_of(problem_of(20), tmp_path, every_rounds=4, keep=1)
+
+        def stop(event: Event) -> None:
+            if event.kind == "round" and event.detail["round"] == stops_after and world.run is not None:
+                world.run.stop("asked to")
+
+        world.on_event = stop
+        for name in ("w1", "w2"):
+            world.add(name, cost_s=cost_s)
+        await world.start()
+        await world.finish()
+        return world
+
+    stopped = run_virtual(main(stops_after=14))
+    assert stopped.last is not None and stopped.last.checkpoints.names() == ("round-000012", "round-000014")
+    world = run_virtual(main(stops_after=0))
+    assert [e.detail["round"] for e in world.events if e.kind == "rolled_back"] == [12]
+    accounted(world)
+    assert world.last is not None and world.last.checkpoints.names() == ("round-000020",)
+
+
+def test_a_validation_that_is_done_again_after_a_roll_back_is_other_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round 9 is validated before the run goes back to round 8, and when it is done again."""
+    spoil(monkeypatch, loss=lambda number: 4.0 if 25 <= number <= 30 else 1.0)
+    problem = problem_of(16)
+    problem.validate = True
+    given: list[tuple[int, int, str]] = []
+
+    def noted(lease: pb.Lease) -> float:
+        if lease.held_out:
+            given.append((lease.round, lease.attempt, lease.key))
+        return cost_s(lease)
+
+    async def main() -> World:
+        world = world_of(problem, tmp_path, every_rounds=4)
+        world.plan = replace(world.plan, validation=ValidationConfig(every_rounds=3))
+        for name in ("w1", "w2"):
+            world.add(name, cost_s=noted)
+        await world.start()
+        await world.finish()
+        return world
+
+    world = run_virtual(main())
+    assert [e.detail["round"] for e in world.events if e.kind == "validation"] == [0, 3, 6, 9, 12, 9, 12, 15, 16]
+    assert len(given) == len(set(given))
 
 
 def test_a_learning_rate_that_diverges_is_noticed(tmp_path: Path) -> None:

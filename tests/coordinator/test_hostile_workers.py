@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
+from worlds import virtual_world
 
-from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.clock import run_virtual
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import write_flat
 from potluck.coordinator.service import MAX_TRANSFERS
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb, upload_purpose, version
 from potluck.protocol.frames import pack_chunk, pack_data
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.transport.connection import Connection, Peer
 from potluck.transport.memory import Link
@@ -86,7 +87,8 @@ class Liar:
     async def _honest(self, connection: Connection, lease: pb.Lease) -> pb.TaskResult:
         result = pb.TaskResult(key=lease.key, attempt=lease.attempt, round=lease.round, seconds=0.1)
         num_tokens = (lease.num_sequences or sum(s.stop - s.start for s in lease.spans)) * 8
-        result.scalars_json = json.dumps({"num_tokens": num_tokens, "loss_sum": 2.0 * num_tokens})
+        numbers = {"num_tokens": num_tokens, "loss_sum": 2.0 * num_tokens, "num_steps": num_tokens // 32}
+        result.scalars_json = json.dumps(numbers)
         if not lease.held_out:
             layout = self.world.plan.layout
             result.object = await self._upload(connection, lease, layout)
@@ -148,19 +150,16 @@ def same(update: bytes) -> bytes:
 
 
 def run_with(
-    folder: Path, lie: Lie, spoil: Callable[[bytes], bytes] = same, *, validate: bool = True
+    folder: Path, lie: Lie, spoil: Callable[[bytes], bytes] = same, *, validate: bool = True, **fleet: Any
 ) -> tuple[World, Liar]:
     """Two honest workers and the liar, to the end of a run of four rounds."""
     problem = Problem(num_rounds=4, validate=validate)
     problem.fleet = FleetConfig(
-        min_workers=2, no_progress_s=20.0, max_update_norm=50.0, quarantine_after=2, max_discarded_rounds=2
+        min_workers=2, no_progress_s=20.0, max_update_norm=50.0, quarantine_after=2, max_discarded_rounds=2, **fleet
     )
 
     async def main() -> tuple[World, Liar]:
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=0.3))), problem.make_deck, folder,
-            clock=VirtualClock(), make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=0.3)), folder)
         await world.start()
         liar = Liar(world, folder / "liar", lie, spoil=spoil)
         lying = asyncio.create_task(liar.work())
@@ -207,6 +206,30 @@ def test_lies_in_a_result_are_refused(tmp_path: Path, lie: Lie) -> None:
     assert all(e.detail["workers"] == ["w1", "w2"] for e in world.events if e.kind == "round")
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        scalars(num_steps=0), scalars(num_steps=-1), scalars(num_steps=3), scalars(num_steps=1.0),
+        scalars(num_steps=1), scalars(num_steps=2, num_tokens=32), scalars(num_steps=1, num_tokens=33),
+        scalars(num_steps=None), scalars(num_steps="2"), scalars(num_steps=True, num_tokens=32),
+    ],
+)  # fmt: skip
+def test_lies_of_a_task_that_may_end_early_are_refused(tmp_path: Path, lie: Lie) -> None:
+    """Two steps of four sequences of eight tokens were granted: data is dealt by what it says."""
+    world, liar = run_with(tmp_path, lie, balance="time")
+    assert world.last is not None and world.last.roster.members[liar.id].quarantined
+    assert all(e.detail["workers"] == ["w1", "w2"] for e in world.events if e.kind == "round")
+
+
+def test_half_of_the_work_is_taken_for_half(tmp_path: Path) -> None:
+    world, liar = run_with(tmp_path, scalars(num_steps=1, num_tokens=32), balance="time")
+    assert {v.verdict for v in liar.verdicts} == {"accepted"}
+    rounds = [e for e in world.events if e.kind == "round"]
+    assert all(e.detail["cut_short"] == {"liar": 1} for e in rounds) and len(rounds) == 4
+    assert rounds[0].text.endswith("liar cut short by 1 steps")
+    assert world.last is not None and world.last.deck.account()[0]["consumed"] == 4 * (2 * 8 + 4)
+
+
 def filled(value: float) -> Callable[[bytes], bytes]:
     """The update with one value all over."""
     honest_value, other = struct.pack("<f", 1e-4), struct.pack("<f", value)
@@ -234,10 +257,7 @@ def attacked(folder: Path, attack: Callable[[World, Connection], Awaitable[Any]]
     problem.fleet = FleetConfig(min_workers=2, no_progress_s=20.0, max_discarded_rounds=2)
 
     async def main() -> tuple[World, Any]:
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=0.3))), problem.make_deck, folder,
-            clock=VirtualClock(), make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=0.3)), folder)
         await world.start()
         for name in ("w1", "w2"):
             world.add(name, cost_s=lambda _: 10.0)

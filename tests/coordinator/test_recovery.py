@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds import virtual_world
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract.checks import cost_s
 from potluck.coordinator.events import Event
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.storage.params import ParamStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig, DiLoCoState, inner
 from potluck.strategies.fleet import Fleet, weighted_mean
@@ -30,10 +31,7 @@ def test_a_checkpoint_in_the_middle_of_a_round_loses_no_data_and_counts_none_twi
     problem = Problem(num_rounds=4, fleet=FleetConfig(min_workers=2))
 
     async def main() -> None:
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=5))), problem.make_deck, tmp_path, clock=VirtualClock(),
-            make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=5)), tmp_path)
         for name in ("w1", "w2"):
             world.add(name, cost_s=cost_s)
         await world.start()
@@ -86,10 +84,7 @@ def test_what_a_paused_coordinator_did_not_read_is_not_held_against_its_workers(
     problem = Problem(num_rounds=2, validate=False, fleet=FleetConfig(min_workers=2))  # they stood still too
 
     async def main() -> World:
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), problem.make_deck, tmp_path, clock=VirtualClock(),
-            make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=2)), tmp_path)
         await world.start()
         for name in ("w1", "w2"):
             world.add(name, cost_s=lambda _: 5.0)
@@ -107,10 +102,7 @@ def run_of_two(folder: Path, problem: Problem, limits: Limits, link: Link) -> li
     """Rounds of w1 and of w2, whose link is another one; what is told."""
 
     async def main() -> World:
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), problem.make_deck, folder, clock=VirtualClock(),
-            make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=2)), folder)
         await world.start()
         assert world.run is not None
         world.run.pacer.limit(limits)
@@ -148,10 +140,7 @@ def test_an_update_that_was_lost_here_is_sent_again_and_its_work_is_not_done_aga
         return 1.0
 
     async def main() -> World:
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2))), problem.make_deck, tmp_path, clock=VirtualClock(),
-            make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=2)), tmp_path)
         await world.start()
         assert world.run is not None
         intake, objects = world.run.intake, world.run.objects
@@ -182,10 +171,7 @@ def test_an_accepted_update_that_the_disk_lost_costs_its_round_and_not_the_run(t
     problem.fleet = FleetConfig(min_workers=2, no_progress_s=200.0, max_discarded_rounds=2)
 
     async def main() -> World:
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=1.0))), problem.make_deck, tmp_path,
-            clock=VirtualClock(), make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=1.0)), tmp_path)
         await world.start()
         world.add("w1", cost_s=lambda _: 1.0)
         world.add("w2", cost_s=lambda _: 30.0)
@@ -244,8 +230,7 @@ def test_an_aggregate_that_cannot_be_written_discards_its_round(
     problem = Problem(num_rounds=2, validate=False, fleet=FleetConfig(min_workers=1, no_progress_s=200.0))
 
     async def main() -> World:
-        plan = problem.plan(Adopts(DiLoCoConfig(num_inner_steps=1)))
-        world = World(plan, problem.make_deck, tmp_path, clock=VirtualClock(), make_executor=InlineExecutor)
+        world = virtual_world(problem, Adopts(DiLoCoConfig(num_inner_steps=1)), tmp_path)
         await world.start()
         world.add("w1", cost_s=lambda _: 1.0)
         await world.finish()
@@ -260,10 +245,7 @@ def test_a_coordinator_that_comes_back_has_the_next_result_within_seconds(tmp_pa
 
     async def main() -> None:
         problem = Problem(num_rounds=3, validate=False, fleet=FleetConfig(min_workers=3, reconnect_s=60.0))
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=5))), problem.make_deck, tmp_path, clock=VirtualClock(),
-            make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=5)), tmp_path)
         await world.start()
         for name, cost in (("w1", 4.0), ("w2", 4.0), ("w3", 6.0)):
             world.add(name, cost_s=lambda _, cost=cost: cost)

@@ -9,7 +9,7 @@ from potluck.clock import InlineExecutor, Lanes, VirtualClock, run_virtual
 from potluck.coordinator.core import Coordinator
 from potluck.coordinator.service import CoordinatorService
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
+from potluck.simulator.exact.problem import Problem
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.transport.connection import Peer

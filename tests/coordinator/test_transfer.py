@@ -17,7 +17,7 @@ from potluck.coordinator.events import Event
 from potluck.coordinator.service import CoordinatorService
 from potluck.coordinator.transfer import TransferConfig
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
+from potluck.simulator.exact.problem import Problem
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.transport import objects as transfers

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from potluck.bench.nursery import Nursery, nursery
-from potluck.bench.wire import WireLoop, wire_loop
+from potluck.bench.rig.nursery import Nursery, nursery
+from potluck.bench.rig.wire import WireLoop, wire_loop
 
 
 @pytest.fixture(scope="session")

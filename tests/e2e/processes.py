@@ -11,13 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from potluck.bench.site import events, free_ports
+from potluck.bench.rig.real_run import events, free_port_pair, start_command, tiny_recipe
 
 __all__ = [
-    "command",
-    "environment",
     "events",
-    "free_ports",
+    "free_port_pair",
     "potluck",
     "result_of",
     "start",
@@ -45,42 +43,23 @@ def write_corpus(folder: Path, *, num_files: int = 12, seed: int = 1) -> Path:
 
 def write_recipe(path: Path, data: str, /, **sections: str) -> Path:
     """A run of seconds. `sections` replace whole sections by name."""
-    parts = {
-        "model": 'config = { model_type = "gpt2", n_layer = 2, n_embd = 32, n_head = 2, n_positions = 32 }',
-        "data": f'{data}\ntokenizer = {{ train = "bpe", vocab_size = 300 }}\nseq_len = 32\nvalidation = 0.1',
-        "budget": "rounds = 4",
-        "strategy": 'name = "diloco"\nnum_inner_steps = 5\nouter_momentum = 0.6\n'
-        "inner = { lr = 5e-3, batch_size = 4, warmup = 0.0 }",
-        "codec": 'up = "int8"\ndown = "bf16"',
-        "fleet": "min_workers = 2\nheartbeat_s = 1.5\nreconnect_s = 4.0",
-        "validation": "every_rounds = 2",
-        **sections,
-    }
-    body = "\n\n".join(f"[{name}]\n{text}" for name, text in parts.items() if text)
-    path.write_text(f'name = "tiny"\nseed = 3\n\n{body}\n')
+    path.write_text(tiny_recipe("tiny", data, **sections))
     return path
 
 
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "potluck", *map(str, arguments)]
-
-
-def environment(cwd: Path) -> dict[str, str]:
-    return {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "XDG_CACHE_HOME": str(cwd / "cache")}
+def _environment(cwd: Path) -> dict[str, str]:
+    return {"COLUMNS": "200", "NO_COLOR": "1", "XDG_CACHE_HOME": str(cwd / "cache")}
 
 
 def potluck(*arguments: str | Path, cwd: Path, timeout_s: float = 110.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=environment(cwd),
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-m", "potluck", *map(str, arguments)], cwd=cwd, capture_output=True, text=True,
+        timeout=timeout_s, env={**os.environ, **_environment(cwd)}, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 
 def start(*arguments: str | Path, cwd: Path, log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            command(*arguments), cwd=cwd, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment(cwd)
-        )
+    return start_command([*map(str, arguments)], cwd, log, _environment(cwd))
 
 
 def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

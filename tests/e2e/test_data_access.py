@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from e2e.processes import events, free_ports, potluck, start, wait_for, words, write_corpus, write_recipe
+from e2e.processes import events, free_port_pair, potluck, start, wait_for, words, write_corpus, write_recipe
 from safetensors import safe_open
 
 from potluck.coordinator.prepare import prepare
@@ -54,7 +54,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder, self.run = folder, folder / "run"
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
-        address = f"127.0.0.1:{free_ports()}"
+        address = f"127.0.0.1:{free_port_pair()}"
         self.host = start("host", "tiny.toml", "--address", address, "--dir", "run", cwd=folder, log=folder / "log")
         self.line = str(wait_for(self.run, "listening")[0]["join_line"])
 

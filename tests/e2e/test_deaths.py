@@ -11,9 +11,9 @@ import pytest
 from e2e.processes import write_corpus, write_recipe
 from e2e.test_faults import strategy
 
-from potluck.bench.nursery import Nursery
-from potluck.bench.site import Site, site
-from potluck.bench.wire import WireLoop
+from potluck.bench.rig.nursery import Nursery
+from potluck.bench.rig.real_run import RealRun, real_run
+from potluck.bench.rig.wire import WireLoop
 from potluck.storage.digest import digest_file
 
 pytestmark = [
@@ -69,7 +69,7 @@ BEFORE = "import os, signal\ndef die():\n    os.kill(os.getpid(), signal.SIGKILL
 
 
 @contextmanager
-def ready_to_start(folder: Path, processes: Nursery, wires: WireLoop) -> Iterator[Site]:
+def ready_to_start(folder: Path, processes: Nursery, wires: WireLoop) -> Iterator[RealRun]:
     folder.mkdir()
     write_corpus(folder / "texts", num_files=4)
     write_recipe(
@@ -77,7 +77,7 @@ def ready_to_start(folder: Path, processes: Nursery, wires: WireLoop) -> Iterato
         fleet="min_workers = 2\nheartbeat_s = 0.5\nreconnect_s = 4.0", checkpoint="every_rounds = 1",
         validation="every_rounds = 1",
     )  # fmt: skip
-    with site(folder, wires, start=processes.start, speeds=processes.speeds) as made:
+    with real_run(folder, wires, start=processes.start, speeds=processes.speeds) as made:
         yield made
         processes.speeds = made.speeds
 
@@ -85,7 +85,7 @@ def ready_to_start(folder: Path, processes: Nursery, wires: WireLoop) -> Iterato
 def test_it_ends_with_the_model_of_the_run_that_nobody_disturbed(
     tmp_path: Path, processes: Nursery, wires: WireLoop
 ) -> None:
-    def model(run: Site) -> str:
+    def model(run: RealRun) -> str:
         return digest_file(run.run / "model" / "model.safetensors")
 
     with ready_to_start(tmp_path / "undisturbed", processes, wires) as run:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from e2e.processes import write_corpus, write_recipe
 
-from potluck.bench import paced
-from potluck.bench.nursery import Nursery
-from potluck.bench.site import Site, site
-from potluck.bench.wire import WireLoop
+from potluck.bench.rig import paced
+from potluck.bench.rig.nursery import Nursery
+from potluck.bench.rig.real_run import RealRun, real_run
+from potluck.bench.rig.wire import WireLoop
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -37,7 +37,7 @@ def strategy(num_steps: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, processes: Nursery, wires: WireLoop) -> Iterator[Site]:
+def running(tmp_path_factory: pytest.TempPathFactory, processes: Nursery, wires: WireLoop) -> Iterator[RealRun]:
     """A run without end, with three workers in rounds of a second. Each test leaves all of them at work."""
     folder = tmp_path_factory.mktemp("site")
     write_corpus(folder / "texts", num_files=4)
@@ -46,7 +46,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, processes: Nursery, wires:
         fleet=f"min_workers = 1\nheartbeat_s = {HEARTBEAT_S}\nreconnect_s = {RECONNECT_S}",
         checkpoint="every_rounds = 3", validation="every_rounds = 0",
     )  # fmt: skip
-    with site(folder, wires, start=processes.start, speeds=processes.speeds) as made:
+    with real_run(folder, wires, start=processes.start, speeds=processes.speeds) as made:
         made.start_host()
         made.join_all(*NAMES)
         processes.speeds = made.speeds
@@ -55,7 +55,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, processes: Nursery, wires:
 
 
 @pytest.fixture(autouse=True)
-def nothing_counts_twice(running: Site) -> Iterator[None]:
+def nothing_counts_twice(running: RealRun) -> Iterator[None]:
     yield
     commits = Counter((round, worker) for round, worker, _ in running.accepted())
     assert max(commits.values()) == 1
@@ -73,7 +73,7 @@ def nothing_counts_twice(running: Site) -> Iterator[None]:
 # Workers
 
 
-def test_a_worker_that_is_killed_costs_the_others_no_step(running: Site) -> None:
+def test_a_worker_that_is_killed_costs_the_others_no_step(running: RealRun) -> None:
     running.wait_at_work("bert")
     at, seen = time.time(), len(running.rounds())
     running.workers["bert"].kill()
@@ -85,7 +85,7 @@ def test_a_worker_that_is_killed_costs_the_others_no_step(running: Site) -> None
     running.wait_round(*NAMES)
 
 
-def test_a_worker_that_stands_still_is_given_up_and_taken_up_again(running: Site) -> None:
+def test_a_worker_that_stands_still_is_given_up_and_taken_up_again(running: RealRun) -> None:
     running.wait_at_work("bert")
     seen = len(running.rounds())
     running.workers["bert"].send_signal(signal.SIGSTOP)
@@ -95,7 +95,7 @@ def test_a_worker_that_stands_still_is_given_up_and_taken_up_again(running: Site
     running.wait_round(*NAMES)
 
 
-def test_thirty_percent_of_the_workers_go_in_every_round(running: Site) -> None:
+def test_thirty_percent_of_the_workers_go_in_every_round(running: RealRun) -> None:
     chance = random.Random(4)
     for _ in range(3):
         name = chance.choice(NAMES)
@@ -112,7 +112,7 @@ def test_thirty_percent_of_the_workers_go_in_every_round(running: Site) -> None:
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_a_link_that_is_cut_in_the_middle_of_a_transfer_costs_nothing(running: Site, way: str) -> None:
+def test_a_link_that_is_cut_in_the_middle_of_a_transfer_costs_nothing(running: RealRun, way: str) -> None:
     there = getattr(running.wires["cleo"], way)
     at, seen = time.time(), len(running.rounds())
     there.bytes_per_s = 100_000
@@ -125,7 +125,7 @@ def test_a_link_that_is_cut_in_the_middle_of_a_transfer_costs_nothing(running: S
     assert running.events("joined", since=at)
 
 
-def test_a_link_that_crawls_holds_its_round_up_and_loses_nothing(running: Site) -> None:
+def test_a_link_that_crawls_holds_its_round_up_and_loses_nothing(running: RealRun) -> None:
     """The transfer takes far longer than the worker may be silent: heartbeats pass beside it."""
     running.wait_at_work("cleo")
     at, seen = time.time(), len(running.rounds())
@@ -137,7 +137,7 @@ def test_a_link_that_crawls_holds_its_round_up_and_loses_nothing(running: Site) 
     assert not [*running.events("lost", since=at), *running.events("left", since=at)]
 
 
-def test_a_cable_that_is_pulled_is_noticed_and_plugged_in_again(running: Site) -> None:
+def test_a_cable_that_is_pulled_is_noticed_and_plugged_in_again(running: RealRun) -> None:
     running.wait_at_work("cleo")
     seen = len(running.rounds())
     running.wires["cleo"].block()
@@ -150,7 +150,7 @@ def test_a_cable_that_is_pulled_is_noticed_and_plugged_in_again(running: Site) -
 # The coordinator
 
 
-def test_a_coordinator_that_stands_still_loses_nobody(running: Site) -> None:
+def test_a_coordinator_that_stands_still_loses_nobody(running: RealRun) -> None:
     running.wait_at_work("anna")
     at, seen = time.time(), len(running.rounds())
     running.host.send_signal(signal.SIGSTOP)
@@ -161,7 +161,7 @@ def test_a_coordinator_that_stands_still_loses_nobody(running: Site) -> None:
     assert not [*running.events("lost", since=at), *running.events("left", since=at)]
 
 
-def test_workers_train_on_without_a_coordinator_and_what_it_had_accepted_counts(running: Site) -> None:
+def test_workers_train_on_without_a_coordinator_and_what_it_had_accepted_counts(running: RealRun) -> None:
     cleo = running.wires["cleo"]
     running.wait_at_work("cleo")
     cleo.block()
@@ -182,7 +182,7 @@ def test_workers_train_on_without_a_coordinator_and_what_it_had_accepted_counts(
     running.wait_round(*NAMES)
 
 
-def test_coordinator_and_worker_are_killed_at_once(running: Site) -> None:
+def test_coordinator_and_worker_are_killed_at_once(running: RealRun) -> None:
     running.wait_at_work("bert")
     running.workers["bert"].kill()
     running.host.kill()

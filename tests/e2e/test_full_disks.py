@@ -13,9 +13,9 @@ import pytest
 from e2e.processes import write_corpus, write_recipe
 from e2e.test_faults import NAMES, strategy
 
-from potluck.bench.nursery import Nursery
-from potluck.bench.site import Site, site
-from potluck.bench.wire import WireLoop
+from potluck.bench.rig.nursery import Nursery
+from potluck.bench.rig.real_run import RealRun, real_run
+from potluck.bench.rig.wire import WireLoop
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -50,7 +50,7 @@ DISKS = ("run/objects", "run/checkpoints", "run", "bert")
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, processes: Nursery, wires: WireLoop) -> Iterator[Site]:
+def running(tmp_path_factory: pytest.TempPathFactory, processes: Nursery, wires: WireLoop) -> Iterator[RealRun]:
     folder = tmp_path_factory.mktemp("disks")
     write_corpus(folder / "texts", num_files=4)
     write_recipe(
@@ -61,7 +61,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, processes: Nursery, wires:
     with contextlib.ExitStack() as stack:
         for place in sorted(DISKS):
             stack.enter_context(small_disk(folder / place, 24))
-        made = stack.enter_context(site(folder, wires, start=processes.start, speeds=processes.speeds))
+        made = stack.enter_context(real_run(folder, wires, start=processes.start, speeds=processes.speeds))
         made.start_host()
         made.join_all(*NAMES)
         processes.speeds = made.speeds
@@ -70,7 +70,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, processes: Nursery, wires:
 
 
 @pytest.mark.parametrize("place", ["run/objects", "run/checkpoints", "run"])
-def test_a_coordinator_without_room_stops_and_its_workers_wait_for_it(running: Site, place: str) -> None:
+def test_a_coordinator_without_room_stops_and_its_workers_wait_for_it(running: RealRun, place: str) -> None:
     running.wait(lambda: running.events("checkpoint"), "checkpoint")
     said_before, last = len(running.log()), running.rounds()[-1]["round"]
     with full(running.folder / place):
@@ -88,7 +88,7 @@ def test_a_coordinator_without_room_stops_and_its_workers_wait_for_it(running: S
     assert not [e for e in running.events("lost") if "room" in e["reason"]]
 
 
-def test_a_worker_without_room_says_so_and_comes_back(running: Site) -> None:
+def test_a_worker_without_room_says_so_and_comes_back(running: RealRun) -> None:
     with full(running.folder / "bert"):
         running.wait(lambda: [e for e in running.events("lost") if e["worker"] == "bert"], "failure")
         (reason, *_) = [e["reason"] for e in running.events("lost") if e["worker"] == "bert"]

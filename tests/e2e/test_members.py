@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from e2e.inside import CommandLine
-from e2e.processes import events, free_ports, potluck, start, wait_for, write_corpus, write_recipe
+from e2e.processes import events, free_port_pair, potluck, start, wait_for, write_corpus, write_recipe
 from transport.security.conftest import ConnectProxy
 
 from potluck import protocol
@@ -41,7 +41,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         fleet="min_workers = 1\nheartbeat_s = 0.5\nreconnect_s = 1.0",
     )  # fmt: skip
     host = start(
-        "host", "tiny.toml", "--address", f"127.0.0.1:{free_ports()}", "--dir", "run", cwd=folder, log=folder / "log"
+        "host", "tiny.toml", "--address", f"127.0.0.1:{free_port_pair()}", "--dir", "run",
+        cwd=folder, log=folder / "log",
     )  # fmt: skip
     anna = None
     try:
@@ -135,6 +136,14 @@ def test_an_invited_member_works_until_it_is_removed(here: Path, inside: Command
     round_with(here, "anna")
 
 
+def said(folder: Path, name: str, text: str) -> None:
+    """Wait until the worker has said so."""
+    deadline = time.monotonic() + 60
+    while text not in (folder / f"{name}.log").read_text():
+        assert time.monotonic() < deadline, (folder / f"{name}.log").read_text()[-2000:]
+        time.sleep(0.05)
+
+
 def test_sigterm_leaves_in_good_order(here: Path) -> None:
     carl = join(here, "carl", join_line(here))
     try:
@@ -153,23 +162,12 @@ def test_sigterm_outside_the_owners_hours(here: Path) -> None:
     hour = time.localtime().tm_hour
     emil = join(here, "emil", join_line(here), "--hours", f"{(hour + 2) % 24}-{(hour + 3) % 24}")
     try:
-        deadline = time.monotonic() + 60
-        while "outside the hours" not in (here / "emil.log").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        said(here, "emil", "outside the hours")
         emil.send_signal(signal.SIGTERM)
         assert emil.wait(40) == 0
     finally:
         end(emil)
     assert (here / "emil.log").read_text().splitlines()[-1] == "left"
-
-
-def said(folder: Path, name: str, text: str) -> None:
-    """Wait until the worker has said so."""
-    deadline = time.monotonic() + 60
-    while text not in (folder / f"{name}.log").read_text():
-        assert time.monotonic() < deadline, (folder / f"{name}.log").read_text()[-2000:]
-        time.sleep(0.05)
 
 
 def test_pause_and_resume_from_another_terminal(here: Path, inside: CommandLine) -> None:

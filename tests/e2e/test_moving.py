@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from e2e.processes import events, free_ports, potluck, start, wait_for, write_corpus, write_recipe
+from e2e.processes import events, free_port_pair, potluck, start, wait_for, write_corpus, write_recipe
 
 from potluck.storage.database import Database
 from potluck.storage.ledger import MARK, Ledger
@@ -41,7 +41,7 @@ def test_a_run_goes_on_in_another_folder_under_another_address(tmp_path: Path) -
         old / "tiny.toml", 'shared = "texts"', budget="rounds = 500",
         fleet="min_workers = 2\nheartbeat_s = 1.5\nreconnect_s = 60.0",
     )  # fmt: skip
-    first, second = free_ports(), free_ports()
+    first, second = free_port_pair(), free_port_pair()
     running = [start("host", recipe, "--address", f"127.0.0.1:{first}", "--dir", old / "run", cwd=old, log=old / "log")]
     try:
         line = wait_for(old / "run", "listening")[0]["join_line"]

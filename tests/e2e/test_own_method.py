@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from e2e.inside import CommandLine
-from e2e.processes import events, free_ports, potluck, result_of, start, wait_for, write_corpus, write_recipe
+from e2e.processes import events, free_port_pair, potluck, result_of, start, wait_for, write_corpus, write_recipe
 
 from potluck.storage.digest import digest_file
 
@@ -51,7 +51,7 @@ def test_a_worker_that_does_not_allow_it_runs_nothing(
 ) -> None:
     inside = CommandLine(here, capsys, monkeypatch)
     host = start(
-        "host", "tiny.toml", "--dir", "run", "--address", f"127.0.0.1:{free_ports()}", cwd=here, log=here / "log"
+        "host", "tiny.toml", "--dir", "run", "--address", f"127.0.0.1:{free_port_pair()}", cwd=here, log=here / "log"
     )
     try:
         line = wait_for(here / "run", "listening")[0]["join_line"]

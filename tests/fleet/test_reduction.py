@@ -10,14 +10,15 @@ import pytest
 import torch
 from pydantic import BaseModel
 from torch import Tensor
+from worlds import virtual_world
 
 from potluck.aggregation.config import AggregationConfig
-from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.clock import run_virtual
 from potluck.contract import checks
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.reduction import check_reduction
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.fleet import Fleet, Reduction, total, weighted_mean
 from potluck.strategies.run import RunFacts
@@ -66,8 +67,7 @@ def play(folder: Path, values: list[float], reduction: Reduction, **config: Any)
     problem.fleet = FleetConfig(min_workers=len(values), no_progress_s=20.0, max_discarded_rounds=1)
 
     async def main() -> tuple[set[float], World]:
-        plan = problem.plan(Constant(by_worker, reduction))
-        world = World(plan, problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor)
+        world = virtual_world(problem, Constant(by_worker, reduction), folder)
         for name in by_worker:
             world.add(name, cost_s=lambda _: 1.0)
         await world.clock.sleep(1.0)

@@ -12,13 +12,14 @@ import pytest
 import torch
 from pydantic import BaseModel
 from torch import Tensor
+from worlds import virtual_world
 
-from potluck.clock import InlineExecutor, SystemClock, ThreadExecutor, VirtualClock, run_virtual
+from potluck.clock import SystemClock, ThreadExecutor, run_virtual
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.live import LiveFleet
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.fleet import Fleet, Reply, WorkerInfo
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
@@ -119,9 +120,7 @@ def play(
     problem.fleet = FleetConfig(min_workers=len(costs), **{"no_progress_s": 20.0, **fleet})
 
     async def main() -> tuple[Seen, World]:
-        world = World(
-            problem.plan(Toy(rounds)), problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor
-        )
+        world = virtual_world(problem, Toy(rounds), folder)
         for name, cost_s in costs.items():
             world.add(name, cost_s=cost_s)
         await world.start()
@@ -361,6 +360,8 @@ def test_an_input_that_cannot_be_had_costs_the_session_and_not_the_worker(tmp_pa
     assert tries == ["w1", "w1"]
     (lost,) = [e.text for e in world.events if e.kind == "lost"]
     assert lost.startswith("w1 could not do toy.listening: its input of step 0 cannot be had: the object blake3:")
+    (discarded,) = [e.detail["reason"] for e in world.events if e.kind == "discarded"]
+    assert discarded == f"session talk is gone: {lost}"
 
 
 def test_a_machine_that_became_slower_is_given_up_on_once(tmp_path: Path) -> None:

@@ -26,12 +26,12 @@ def checkpoints(tmp_path: Path, params: ParamStore) -> Checkpoints:
     return Checkpoints(tmp_path / "checkpoints", params, keep=2)
 
 
-def save(checkpoints: Checkpoints, params: ParamStore, round: int) -> dict[str, Params]:
+def save(checkpoints: Checkpoints, params: ParamStore, round: int, *, prune: bool = True) -> dict[str, Params]:
     handles = {
         "params": params.create(f"theta-{round}", weights + round),
         "momentum": params.create(f"m-{round}", weights * round),
     }
-    checkpoints.save(f"round-{round:06d}", {"state": {"round": round}}, handles)
+    checkpoints.save(f"round-{round:06d}", {"state": {"round": round}}, handles, prune=prune)
     return handles
 
 
@@ -67,6 +67,14 @@ def test_an_empty_vector_comes_back(checkpoints: Checkpoints, params: ParamStore
     found = checkpoints.load_latest()
     assert found is not None
     assert params.read(found[1]["nothing"]).shape == (0,)
+
+
+def test_all_are_kept_until_one_is_saved_that_removes_others(checkpoints: Checkpoints, params: ParamStore) -> None:
+    for round in range(1, 5):
+        save(checkpoints, params, round, prune=False)
+    assert len(checkpoints.names()) == 4
+    save(checkpoints, params, 5)
+    assert checkpoints.names() == ("round-000004", "round-000005")
 
 
 def test_the_last_ones_are_kept(checkpoints: Checkpoints, params: ParamStore) -> None:

@@ -55,7 +55,9 @@ def test_a_commit_is_the_state_from_then_on_until_it_is_rolled_back(ledger: Ledg
     assert ledger.versions() == {"w1": "v1"}
     assert ledger.contributions() == [{"id": "w1", "tokens": 20, "rounds": 2, "bytes_up": 0, "bytes_down": 0}]
 
+    assert ledger.num_roll_backs() == 0
     ledger.roll_back(1, {"done": 1}, "its files are gone")
+    assert ledger.num_roll_backs() == 1
     assert ledger.last_state() == {"round": 1}
     assert ledger.deal() == {"done": 1}
     assert ledger.versions() == {}
@@ -81,5 +83,11 @@ def test_operations_are_kept_in_order_and_one_that_goes_back_is_written_with_it(
 
 def test_a_workers_pace_is_written_with_its_reply(ledger: Ledger) -> None:
     ledger.issue(0, 0, [lease("w1", 0)], {})
-    ledger.reply(0, 0, reply("w1"), 0, [2.0, 3.0])
+    ledger.reply(0, 0, reply("w1"), 0, {"w1": [2.0, 3.0]})
     assert ledger.paces() == {"w1": [2.0, 3.0]}
+
+
+def test_the_pace_of_a_worker_that_was_late_is_written_with_the_loss(ledger: Ledger) -> None:
+    ledger.issue(0, 0, [lease("w1", 0)], {})
+    ledger.settle(0, 0, "w1", 0, "lost", "late", pace={"w1": [9.0]})
+    assert ledger.paces() == {"w1": [9.0]}

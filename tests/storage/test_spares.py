@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from potluck.storage.checkpoints import Checkpoints
 from potluck.storage.digest import digest_bytes
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
 from potluck.storage.spares import Spares
+from potluck.types import disk
 from potluck.types.errors import CorruptError
+from potluck.worker.snapshots import Snapshot
+from potluck.worker.state import RunFolder
 
 mib = 1 << 20
 linux = pytest.mark.skipif(not Path("/proc/sys/kernel/random/boot_id").exists(), reason="where boots are told apart")
@@ -56,6 +60,38 @@ def test_nothing_is_kept_on_a_full_disk_nor_over_a_restart(tmp_path: Path, monke
     monkeypatch.setattr("potluck.storage.spares.free_bytes", lambda _: 3 * mib)
     again.retire([made(tmp_path / "two", 2 * mib)])
     assert not again.take(tmp_path / "new", 2 * mib)
+
+
+@linux
+@pytest.mark.parametrize("what", ["vector", "object", "checkpoint", "snapshot", "version"])
+def test_spares_go_before_a_disk_is_too_full(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something much larger than the spare is written, so that it cannot be written over."""
+    params, folder = ParamStore(tmp_path / "params"), RunFolder(tmp_path / "run")
+    handle = params.create("small", torch.ones(10))
+    spares = params.spares if what in ("vector", "checkpoint") else folder.objects.spares
+    spares.retire([made(tmp_path / "old", 2 * mib)])
+    real = disk.free_bytes
+
+    def nearly_none(path: Path) -> int:
+        return 3 * mib if any(tmp_path.rglob("spare/*")) else real(path)
+
+    for module in ("storage.spares", "types.disk"):
+        monkeypatch.setattr(f"potluck.{module}.free_bytes", nearly_none)
+    large = torch.ones(2 * mib)  # 8 MiB
+    match what:
+        case "vector":
+            params.create("large", large)
+        case "object":
+            folder.objects.put(bytes(8 * mib))
+        case "checkpoint":
+            monkeypatch.setattr("potluck.storage.checkpoints._slack_bytes", 8 * mib)
+            Checkpoints(tmp_path / "checkpoints", params).save("one", {}, {"params": handle})
+        case "snapshot":
+            snapshot = Snapshot(task="t", steps=(), num_batches=0, seconds=0.0, scalars={})
+            folder.snapshot.save(snapshot, {"large": large})
+        case _:
+            folder.save_version("v1", {"large": large}, {})
+    assert not any(tmp_path.rglob("spare/*"))
 
 
 @linux

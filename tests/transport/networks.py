@@ -11,7 +11,7 @@ from typing import Any
 from cryptography import x509
 from transport.tls import TestAuthority
 
-from potluck.bench.wire import Wire
+from potluck.bench.rig.wire import Wire
 from potluck.clock import SystemClock
 from potluck.transport.connection import Channel, Connection, Peer, Traffic
 from potluck.transport.grpc.client import GrpcConnection

@@ -10,7 +10,7 @@ import pytest
 from transport.networks import Sockets, run
 from transport.test_objects import Site, Tampering, content, flip_bit, offsets
 
-from potluck.bench.wire import Way, Wire
+from potluck.bench.rig.wire import Way, Wire
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.protocol.frames import CHUNK_HEADER_BYTES
 from potluck.transport import memory, objects

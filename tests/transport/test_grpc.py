@@ -332,6 +332,15 @@ def test_something_else_on_the_port_is_a_lost_connection():
     asyncio.run(main())
 
 
+def raw_channel(network):
+    """A member's connection without what our client does for it."""
+    return grpc.aio.secure_channel(
+        f"127.0.0.1:{network.port}",
+        client_credentials(network.authority.client("w1")),
+        options=client_options("127.0.0.1:1", secure=True),
+    )
+
+
 def test_a_method_nobody_knows():
     network = Sockets()
 
@@ -339,11 +348,7 @@ def test_a_method_nobody_knows():
         connection = await network.connect("w1")
         with pytest.raises(NotAdmitted, match="may not use Nonsense"):
             await connection.call("Nonsense", b"")
-        raw = grpc.aio.secure_channel(
-            f"127.0.0.1:{network.port}",
-            client_credentials(network.authority.client("w1")),
-            options=client_options("127.0.0.1:1", secure=True),
-        )
+        raw = raw_channel(network)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await raw.unary_unary("/other.Service/Welcome")(b"")
         assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -361,11 +366,7 @@ def test_a_client_that_ignores_the_bounds_is_stopped_by_the_server():
             received.append(len(message))
 
     async def main():
-        raw = grpc.aio.secure_channel(
-            f"127.0.0.1:{network.port}",
-            client_credentials(network.authority.client("w1")),
-            options=client_options("127.0.0.1:1", secure=True),
-        )
+        raw = raw_channel(network)
         for method, size in (("Control", (64 << 20) + 1), ("PutObject", 3 << 20)):
             call = raw.stream_stream(f"/{SERVICE_NAME}/{method}")()
             await call.write(b"x" * 10)

@@ -15,8 +15,8 @@ import potluck.strategies.evaluation
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.protocol import pb, version
 from potluck.protocol.frames import pack_chunk
-from potluck.simulator.networks import Modelled
-from potluck.simulator.problem import Problem
+from potluck.simulator.exact.networks import Modelled
+from potluck.simulator.exact.problem import Problem
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Channel, Connection, Peer

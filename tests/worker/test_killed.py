@@ -14,8 +14,8 @@ from potluck.clock import InlineExecutor, SystemClock, VirtualClock, run_virtual
 from potluck.contract.checks import PacedThreads
 from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
 from potluck.transport import objects

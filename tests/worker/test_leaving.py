@@ -29,6 +29,33 @@ class Unanswered:
     leave = Agent.leave
 
 
+def joined(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, begun: Callable[[join._Joining], object],
+    told: Callable[[str], None] = lambda _: None,
+) -> str:  # fmt: skip
+    """How the work of someone who was let in ended; `begun` hears of it as it begins."""
+
+    class Member:
+        role = "worker"
+
+    async def obtained(*_: Any, **__: Any) -> Any:
+        return Member()
+
+    async def main() -> str:
+        files, compute = ThreadExecutor(1, "files"), ThreadExecutor(1, "compute")
+        options = JoinOptions(link=f"potluck://x:1/{'a' * 26}.{'b' * 32}", state_dir=folder)
+        joining = join._Joining(options, files, compute, told)
+        begun(joining)
+        try:
+            return await asyncio.wait_for(joining.work(lambda _: None), 20)
+        finally:
+            files.close()
+            compute.close()
+
+    monkeypatch.setattr(join, "enter", obtained)
+    return asyncio.run(main())
+
+
 @pytest.mark.parametrize("measuring_s", [0.0, 0.3])
 def test_leaving_before_the_first_welcome_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring_s: float
@@ -45,27 +72,9 @@ def test_leaving_before_the_first_welcome_ends_at_once(
         begun.append("agent")
         return Unanswered()
 
-    async def obtained(*_: Any, **__: Any) -> Any:
-        class Member:
-            role = "worker"
-
-        return Member()
-
-    async def main() -> str:
-        files, compute = ThreadExecutor(1, "files"), ThreadExecutor(1, "compute")
-        options = JoinOptions(link=f"potluck://x:1/{'a' * 26}.{'b' * 32}", state_dir=tmp_path)
-        joining = join._Joining(options, files, compute, lambda _: None)
-        joinings.append(joining)
-        try:
-            return await asyncio.wait_for(joining.work(lambda _: None), 20)
-        finally:
-            files.close()
-            compute.close()
-
-    monkeypatch.setattr(join, "enter", obtained)
     monkeypatch.setattr(join._Joining, "_agent", agent)
     monkeypatch.setattr(join._Joining, "_measured", measured)
-    assert asyncio.run(main()) == "left"
+    assert joined(tmp_path, monkeypatch, joinings.append) == "left"
     assert begun == ([] if measuring_s else ["agent"])
 
 
@@ -113,12 +122,6 @@ def test_a_pause_holds_the_worker_and_after_a_while_hands_its_work_back(
         heard.append(new.heard)
         return new
 
-    async def obtained(*_: Any, **__: Any) -> Any:
-        class Member:
-            role = "worker"
-
-        return Member()
-
     async def measured(_: join._Joining) -> DeviceProfile:
         return DeviceProfile(device="cpu")
 
@@ -141,21 +144,12 @@ def test_a_pause_holds_the_worker_and_after_a_while_hands_its_work_back(
         await until(lambda: len(agents) == 2)
         joining.leave()
 
-    async def main() -> str:
-        files, compute = ThreadExecutor(1, "files"), ThreadExecutor(1, "compute")
-        options = JoinOptions(link=f"potluck://x:1/{'a' * 26}.{'b' * 32}", state_dir=tmp_path)
-        joining = join._Joining(options, files, compute, said.append)
-        try:
-            ended, _ = await asyncio.gather(joining.work(lambda _: None), owner(joining))
-            return ended
-        finally:
-            files.close()
-            compute.close()
-
-    monkeypatch.setattr(join, "enter", obtained)
     monkeypatch.setattr(join._Joining, "_agent", agent)
     monkeypatch.setattr(join._Joining, "_measured", measured)
-    assert asyncio.run(main()) == "left"
+    owning: list[asyncio.Task[None]] = []
+    begun = lambda joining: owning.append(asyncio.ensure_future(owner(joining)))  # noqa: E731
+    assert joined(tmp_path, monkeypatch, begun, said.append) == "left"
+    owning[0].result()
     paused = "it is paused until `potluck resume`"
     assert said == [
         f"{paused}; stopping after the step under way", "going on",

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds import virtual_world
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.coordinator.status import snapshot
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.transport import objects
@@ -84,10 +85,7 @@ def run_world(folder: Path, **links: NetworkLink) -> tuple[World, dict[str, Any]
     problem.fleet = problem.fleet.model_copy(update={"min_workers": len(links)})
 
     async def main() -> tuple[World, dict[str, Any]]:
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=1))), problem.make_deck, folder,
-            clock=VirtualClock(), make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=1)), folder)
         for name, link in links.items():
             world.add(name, link=link)
         await world.start()
@@ -119,10 +117,7 @@ def test_a_link_that_takes_no_time_is_not_known(tmp_path: Path) -> None:
 def test_a_profile_in_a_report_takes_the_place_of_the_one_before_and_nonsense_does_not(tmp_path: Path) -> None:
     async def main() -> None:
         problem = Problem(num_rounds=1, validate=False)
-        world = World(
-            problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=1))), problem.make_deck, tmp_path,
-            clock=VirtualClock(), make_executor=InlineExecutor,
-        )  # fmt: skip
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=1)), tmp_path)
         await world.start()
         assert world.run is not None
         await world.run.recovered.wait()

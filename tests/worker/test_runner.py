@@ -13,7 +13,7 @@ from torch import Tensor
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.codecs.bundle import pack_tensors
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
+from potluck.simulator.exact.problem import Problem
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, task
@@ -43,7 +43,7 @@ class Device:
         self.source: Iterable[Tensor] = ()
         self.on_step: Any = None
 
-    def feed(self, source: Iterable[Tensor]) -> None:
+    def feed(self, source: Iterable[Tensor], is_cut_short: Any) -> None:
         self.source = source
 
     def cancel(self) -> None:

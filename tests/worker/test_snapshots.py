@@ -84,10 +84,13 @@ class Machine:
 
         self.replica.on_step = stepped
 
-    def do(self, function: TaskFunction, lease: pb.Lease, fed: Fed | None = None, **options: Any) -> Result:
+    def do(
+        self, function: TaskFunction, lease: pb.Lease, fed: Fed | None = None, num_steps: int = num_steps,
+        **options: Any,
+    ) -> Result:  # fmt: skip
         fed = fed or Fed()
         replica = self.trainer.prepare(lease, fed, pinned=True, **options)
-        result = function.function(replica, theta=theta(self.spec), **arguments)
+        result = function.function(replica, theta=theta(self.spec), **{**arguments, "num_steps": num_steps})
         result = Result(result.scalars, {name: Vector.of(v).tensor() for name, v in result.tensors.items()})
         self.trainer.keep(lease, fed)
         return result
@@ -168,6 +171,40 @@ def test_it_may_be_killed_again_and_again(tmp_path: Path) -> None:
     got = machine.do(inner, lease(1))
     assert_same(got, machine, expected)
     assert machine.num_computed == 1
+
+
+@pytest.mark.parametrize("is_private", [False, True])
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_cut_short_after_so_many_steps_it_has_taken_just_these(tmp_path: Path, at: int, is_private: bool) -> None:
+    """Also where it was killed after its snapshot of step 3: what that holds is told first, then it ends."""
+    spec = spec_of(gpt2())
+    short = Machine(tmp_path / "short", spec, every_steps=0)
+    short.do(inner, lease(0), Fed(is_private))
+    fed = Fed(is_private)
+    got = short.do(inner, lease(1), fed, is_cut_short=lambda: short.trainer.num_steps >= at)
+    assert got.scalars["num_steps"] == short.trainer.num_steps == fed.num_read == at
+    expected = got, short.folder.load_version("r1")
+    machine = killed(tmp_path, spec, inner, is_private=is_private, after=5)
+    again = machine.do(inner, lease(1, cut_short=True), Fed(is_private), is_cut_short=lambda: True)
+    assert again.scalars["num_steps"] == 3 and machine.num_computed == 0
+    if at == 3:
+        assert_same(again, machine, expected)
+    else:
+        assert again.scalars != got.scalars
+
+
+def test_its_steps_are_the_first_of_the_whole_task(tmp_path: Path) -> None:
+    """The schedule goes by what was granted: a plain loop over the same progress has the same parameters."""
+    spec = spec_of(gpt2())
+    machine = Machine(tmp_path, spec, every_steps=0)
+    got = machine.do(inner, lease(0), is_cut_short=lambda: machine.trainer.num_steps >= 2)
+    plain = TorchReplica(spec)
+    plain.feed(some_batches(40))
+    plain.load(theta(spec))
+    for i in range(2):
+        plain.train_step(progress=0.2 + 0.2 * i / num_steps)
+    delta = theta(spec).tensor() - plain.params().tensor()
+    assert torch.allclose(torch.as_tensor(got.tensors["delta"]), delta, rtol=1e-6, atol=1e-8)
 
 
 def test_the_time_before_the_kill_counts_as_worked(tmp_path: Path) -> None:
@@ -369,20 +406,24 @@ def test_a_task_that_ends_before_the_snapshot_leaves_its_own_state(tmp_path: Pat
 # Stopping
 
 
+def suspend_in_step_four(machine: Machine) -> None:
+    step = machine.replica.on_step
+
+    def stop(info: Any) -> None:
+        step(info)
+        if machine.num_computed == 4:
+            machine.trainer.suspend()
+
+    machine.replica.on_step = stop
+
+
 def test_a_task_that_is_suspended_goes_on_in_the_same_process(tmp_path: Path) -> None:
     spec = spec_of(gpt2())
     expected = undisturbed(tmp_path, spec, inner, False)
     machine = Machine(tmp_path / "held", spec, every_steps=0)
     machine.do(inner, lease(0))
     machine.num_computed = 0
-    step = machine.replica.on_step
-
-    def stop_in_step_four(info: Any) -> None:
-        step(info)
-        if machine.num_computed == 4:
-            machine.trainer.suspend()
-
-    machine.replica.on_step = stop_in_step_four
+    suspend_in_step_four(machine)
     with pytest.raises(TaskSuspended):
         machine.do(inner, lease(1))
     assert machine.num_computed == 4
@@ -397,14 +438,7 @@ def test_a_task_of_which_no_snapshot_can_be_taken_starts_again_after_it_was_susp
     machine = Machine(tmp_path / "held", spec)
     machine.do(function, lease(0))
     machine.num_computed = 0
-    step = machine.replica.on_step
-
-    def stop_in_step_four(info: Any) -> None:
-        step(info)
-        if machine.num_computed == 4:
-            machine.trainer.suspend()
-
-    machine.replica.on_step = stop_in_step_four
+    suspend_in_step_four(machine)
     with pytest.raises(TaskCancelled):
         machine.do(function, lease(1))
     got = machine.do(function, lease(1))

@@ -27,12 +27,15 @@ class Aggregation:
     factor: float  # what the rule's result is multiplied by
     previous: Params | None
 
-    def require(self, num_updates: int, why: str) -> None:
-        """RoundFailed unless that many updates came. `why` names the rule and the setting that asks for them."""
+    def require(self, num_updates: int, why: str, *, instead: str = "") -> None:
+        """RoundFailed unless that many updates came.
+
+        `why` names the rule and the setting that asks for them, `instead` what else than more workers would help.
+        """
         if len(self.spool) < num_updates:
             raise RoundFailed(
-                f"{why} needs {num_updates} updates and {len(self.spool)} came; raise fleet.min_workers or choose "
-                "another aggregation.rule"
+                f"{why} needs {num_updates} updates and {len(self.spool)} came; set fleet.min_workers to {num_updates} "
+                f"or more, {instead}or choose another aggregation.rule"
             )
 
     def write_sum(self, coefficients: Sequence[float], *, of_previous: float = 0.0) -> None:

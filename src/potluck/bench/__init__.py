@@ -1,0 +1,1 @@
+"""Measurements, each a module that `potluck bench` runs by its name."""

@@ -21,7 +21,7 @@ import torch
 
 from potluck.aggregation.combine import combine
 from potluck.aggregation.config import AggregationConfig, Rule
-from potluck.bench.memory import memory_bytes, peak_memory
+from potluck.bench.rig.memory import memory_bytes, peak_memory
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import write_flat_slices
 from potluck.optim.outer import nesterov

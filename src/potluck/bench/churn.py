@@ -5,6 +5,8 @@ loss after equal tokens is set beside that of the same run undisturbed.
 
 `goodput`: each worker fails on average every third round and is back after `down_s`. Tokens per second and living
 worker, beside those of the undisturbed run: with snapshots at most every H/4 steps, and once more with the disks lost.
+
+All with `fleet.balance = "time"`, so that late work is cut short.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.fleet.config import FleetConfig
 from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import Budget
 from potluck.transport.memory import Link
@@ -92,7 +94,9 @@ async def _run(
     problem = Problem(
         seed=seed, num_shards=16, sequences_per_shard=256, num_rounds=rounds,
         inner=InnerConfig(lr=3e-3, batch_size=batch_size, warmup=0.05),
-        fleet=FleetConfig(min_workers=max(1, workers // 2), snapshot_every_steps=max(1, steps // 4)),
+        fleet=FleetConfig(
+            min_workers=max(1, workers // 2), snapshot_every_steps=max(1, steps // 4), balance="time"
+        ),
     )  # fmt: skip
     plan = problem.plan(DiLoCo(DiLoCoConfig(num_inner_steps=steps, outer_momentum=0.6)))
     plan = replace(plan, budget=Budget(tokens=workers * rounds * steps * batch_size * problem.seq_len))

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.coordinator.core import CheckpointConfig, Plan, ValidationConfig
 from potluck.coordinator.deck import Deck
+from potluck.coordinator.plan import CheckpointConfig, Plan, ValidationConfig
 from potluck.data.config import DataConfig, TokenizerConfig
 from potluck.data.prepare import PreparedData, prepare_shared
 from potluck.fleet.config import FleetConfig
 from potluck.models.build import build
 from potluck.models.flat import FlatModel
 from potluck.optim.inner import InnerConfig
-from potluck.simulator.world import World
+from potluck.simulator.exact.world import World
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import Budget, RunSpec

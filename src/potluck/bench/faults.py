@@ -1,6 +1,6 @@
 """What faults cost: real processes that are killed or stopped, over links of the bench's own.
 
-Coordinator and workers are the shipping commands on loopback with TLS. Inner steps take a chosen time (`paced.py`), so
+Coordinator and workers are the shipping commands on loopback with TLS. Inner steps take a chosen time (`rig.paced`), so
 that one machine can stand for several. Every time is from the fault, or from the moment that the coordinator listens
 again, to what the ledger or the run's log shows. Processes are forked from one that has imported everything: what it
 takes to start Python is in no figure.
@@ -20,10 +20,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from potluck.bench import paced
-from potluck.bench.nursery import Nursery, nursery
-from potluck.bench.site import Site, site, write_corpus
-from potluck.bench.wire import Way, WireLoop, wire_loop
+from potluck.bench.rig import paced
+from potluck.bench.rig.nursery import Nursery, nursery
+from potluck.bench.rig.real_run import RealRun, real_run, tiny_recipe, write_corpus
+from potluck.bench.rig.wire import Way, WireLoop, wire_loop
 from potluck.coordinator.core import VALIDATION_ATTEMPT
 from potluck.coordinator.prepare import sketch
 from potluck.coordinator.recipe import parse_recipe
@@ -32,7 +32,7 @@ from potluck.planner.deadline import deadline_s
 from potluck.planner.flops import step_work
 from potluck.planner.memory import ModelDims
 from potluck.simulator.fleets import Device
-from potluck.simulator.scale import simulate_scale
+from potluck.simulator.large.scale import simulate_scale
 from potluck.storage.digest import digest_file
 
 heartbeat_s = 2.0
@@ -71,7 +71,7 @@ class _Bench:
         self._loop, self._processes = loop, processes
 
     @contextmanager
-    def running(self, *names: str, **sections: str) -> Iterator[Site]:
+    def running(self, *names: str, **sections: str) -> Iterator[RealRun]:
         """A run with these workers at work. `sections` are those of its recipe that differ."""
         parent = os.environ.get("POTLUCK_BENCH_DIR")
         with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=parent) as name, ExitStack() as stack:
@@ -79,7 +79,7 @@ class _Bench:
             write_corpus(folder / "texts")
             (folder / "recipe.toml").write_text(_recipe(**sections))
             made = stack.enter_context(
-                site(folder, self._loop, start=self._processes.start, speeds=self._processes.speeds)
+                real_run(folder, self._loop, start=self._processes.start, speeds=self._processes.speeds)
             )
             made.start_host()
             made.join_all(*names)
@@ -88,18 +88,15 @@ class _Bench:
 
 
 def _recipe(**sections: str) -> str:
-    parts = {
+    return tiny_recipe("faults", **{
         "model": 'config = { model_type = "gpt2", n_layer = 2, n_embd = 64, n_head = 2, n_positions = 32 }',
         "data": 'shared = "texts"\ntokenizer = { train = "bpe", vocab_size = 500 }\nseq_len = 32\nvalidation = 0.1',
         "budget": "rounds = 100000",
         "strategy": _paced(40),
-        "codec": 'up = "int8"\ndown = "bf16"',
         "fleet": f"min_workers = 1\nheartbeat_s = {heartbeat_s}",
         "validation": "every_rounds = 0",
         **sections,
-    }
-    body = "\n\n".join(f"[{name}]\n{text}" for name, text in parts.items() if text)
-    return f'name = "faults"\nseed = 3\n\n{body}\n'
+    })  # fmt: skip
 
 
 def _paced(num_steps: int, step_s: float = step_s) -> str:
@@ -162,8 +159,7 @@ def pure_task_reissued(bench: _Bench, repeats: int) -> dict[str, Any]:
                 again = f"SELECT 1 FROM leases WHERE round = {round_number} AND key = '{key}' AND issue > 0"
                 at = time.monotonic()
                 run.workers["w2"].send_signal(number)
-                while not run.ledger(again):
-                    time.sleep(look_s)
+                run.wait(lambda sql=again: run.ledger(sql), "next issue of the task", every_s=look_s)
                 taken.append(time.monotonic() - at)
                 if number == signal.SIGSTOP:
                     run.workers["w2"].send_signal(signal.SIGCONT)
@@ -200,8 +196,10 @@ def coordinator_killed(bench: _Bench, repeats: int) -> dict[str, Any]:
             run.wires["w3"].block(False)
             acknowledged = run.ledger(replies)
             listening = run.start_host()
-            while len(run.ledger(replies)) == 2 and len(run.rounds()) <= number:
-                time.sleep(look_s)
+            run.wait(
+                lambda sql=replies, n=number: len(run.ledger(sql)) != 2 or len(run.rounds()) > n,
+                "third update", every_s=look_s,
+            )  # fmt: skip
             first_s.append(time.time() - listening)
             back_s.append(run.events("joined", since=listening)[0]["time"] - listening)
             run.wait(lambda n=number: len(run.rounds()) > n, "end of the round")
@@ -228,21 +226,25 @@ def goodput(bench: _Bench, num_rounds: int, round_s: float, snapshot_steps: int,
     names = ("w1", "w2", "w3", "w4")
     num_steps = 40
     snapshots = f"\nsnapshot_every_steps = {snapshot_steps}" if snapshot_steps else ""
-    fleet = f"min_workers = 1\nheartbeat_s = {heartbeat_s}\nreconnect_s = {max(30.0, round_s)}{snapshots}"
+    waits = f"heartbeat_s = {heartbeat_s}\nreconnect_s = {max(30.0, round_s)}"
+    fleet = f'min_workers = 1\n{waits}\nbalance = "time"{snapshots}'
     chance = random.Random(seed)
     with bench.running(*names, strategy=_paced(num_steps, round_s / num_steps), fleet=fleet) as run:
         run.wait_round(*names, more=2, timeout_s=20 * round_s)
         usual = run.rounds()[-1]
         seen, begun = len(run.rounds()), usual["time"]
         lives = {name: _Life(begun, chance, rounds_between_failures * usual["seconds"]) for name in names}
-        while len(run.rounds()) < seen + num_rounds:
+
+        def is_over() -> bool:
             for name, life in lives.items():
                 _live_or_die(run, name, life)
             if (num_done := len(run.rounds()) - seen) > 1:
                 mean_s = rounds_between_failures * (time.time() - begun) / num_done
                 for life in lives.values():
                     life.mean_s = mean_s
-            time.sleep(0.1)
+            return num_done >= num_rounds
+
+        run.wait(is_over, f"{num_rounds} rounds", timeout_s=20 * num_rounds * round_s, every_s=0.1)
         rounds = run.rounds()[seen : seen + num_rounds]
     ended = rounds[-1]["time"]
     tokens = rounds[-1]["tokens"] - usual["tokens"]
@@ -288,7 +290,7 @@ class _Life:
         return self._lived_s + (now - self.joined_at if self.joined_at else 0.0)
 
 
-def _live_or_die(run: Site, name: str, life: _Life) -> None:
+def _live_or_die(run: RealRun, name: str, life: _Life) -> None:
     if life.joined_at and time.time() >= life.dies_at:
         run.workers[name].kill()
         run.workers[name].wait()

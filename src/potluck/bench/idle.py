@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from potluck.bench.rig.real_run import events
 from potluck.clock import ThreadExecutor
 from potluck.protocol import pb, version
 from potluck.strategies.run import RunSpec
@@ -45,14 +46,14 @@ def bench_idle(told: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
         with _running(
             "host", "stdlib-gpt", "--set", "fleet.min_workers=100000", "--dir", str(folder / "run"), folder=folder
         ) as coordinator:
-            line = _join_line(folder / "run" / "metrics.jsonl", coordinator)
+            line = _join_line(folder / "run", coordinator)
             told("coordinator is listening")
             alone = _measure(coordinator)
             with (
                 _running("join", line, "--state", str(folder / "worker"), folder=folder) as worker,
                 _clients(line, folder / "clients", num_clients) as clients,
             ):
-                _wait_joined(folder / "run" / "metrics.jsonl", num_clients + 1)
+                _wait_joined(folder / "run", num_clients + 1)
                 told(f"{num_clients} clients and one worker have joined")
                 time.sleep(settle_s)
                 shares = _measure(coordinator, worker, clients)
@@ -76,13 +77,13 @@ def _many(folder: Path, told: Callable[[str], None]) -> dict[str, Any]:
     with _running(
         "host", "stdlib-gpt", "--set", "fleet.min_workers=100000", "--dir", str(run), folder=folder
     ) as coordinator, ExitStack() as stack:  # fmt: skip
-        line = _join_line(run / "metrics.jsonl", coordinator)
+        line = _join_line(run, coordinator)
         time.sleep(settle_s)
         before_mb = _memory_mb(coordinator)
         for number in range(num_processes):
             place = folder / f"many-{number}"
             stack.enter_context(_clients(line, place, num_many // num_processes))
-        _wait_joined(run / "metrics.jsonl", num_many)
+        _wait_joined(run, num_many)
         told(f"{num_many} clients have joined")
         time.sleep(settle_s)
         (share,) = _measure(coordinator)
@@ -128,28 +129,21 @@ def _clients(line: str, folder: Path, count: int) -> Iterator[subprocess.Popen[b
         process.wait()
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-def _join_line(path: Path, coordinator: subprocess.Popen[bytes]) -> str:
+def _join_line(run: Path, coordinator: subprocess.Popen[bytes]) -> str:
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         assert coordinator.poll() is None, "the coordinator ended; its log is beside the run"
-        for event in _events(path):
+        for event in events(run):
             if event["kind"] == "listening":
                 return str(event["join_line"])
         time.sleep(0.5)
     raise TimeoutError("the coordinator does not listen")
 
 
-def _wait_joined(path: Path, num_workers: int) -> None:
+def _wait_joined(run: Path, num_workers: int) -> None:
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
-        if len({e["worker"] for e in _events(path) if e["kind"] == "joined"}) >= num_workers:
+        if len({e["worker"] for e in events(run) if e["kind"] == "joined"}) >= num_workers:
             return
         time.sleep(0.5)
     raise TimeoutError("not all workers joined")

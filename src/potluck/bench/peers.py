@@ -25,8 +25,8 @@ from typing import Any
 
 import psutil
 
-from potluck.bench.peer_systems import Note, Peer, PeerFailed, Site, Workload, flower, nvflare
-from potluck.bench.processes import Marked, Watch
+from potluck.bench.rig.peer_systems import Note, PeerFailed, PeerSystem, Sandbox, Workload, flower, nvflare
+from potluck.bench.rig.processes import Marked, Sampler
 from potluck.bench.round import bench_round, coordinator, nearest_shape, shapes, worker
 from potluck.models.build import skeleton
 from potluck.models.flat import layout_of
@@ -90,26 +90,26 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _measure_peer(peer: Peer, workload: Workload, cache: Path, told: Told) -> dict[str, Any]:
+def _measure_peer(peer: PeerSystem, workload: Workload, cache: Path, told: Told) -> dict[str, Any]:
     python = peer.install(cache, told)
     told(f"{peer.title} {peer.version}: running")
     marked = Marked()
-    watch = Watch(marked.role_of)
+    sampler = Sampler(marked.role_of)
     with tempfile.TemporaryDirectory(
         prefix="potluck-bench-", dir=os.environ.get("POTLUCK_BENCH_DIR"), ignore_cleanup_errors=True
     ) as name:
-        site = Site(Path(name), python, marked)
-        with site.closing(), watch.running():
-            submitted = peer.start(site, workload)
-            site.follow(submitted, num_rounds=1)
-            before = watch.cpu_s()
-            notes = site.follow(submitted, num_rounds=workload.num_rounds)
-            after = watch.cpu_s()
+        sandbox = Sandbox(Path(name), python, marked)
+        with sandbox.closing(), sampler.running():
+            submitted = peer.start(sandbox, workload)
+            sandbox.follow(submitted, num_rounds=1)
+            before = sampler.cpu_s()
+            notes = sandbox.follow(submitted, num_rounds=workload.num_rounds)
+            after = sampler.cpu_s()
     spent = {role: (after[role] - before.get(role, 0.0)) / (workload.num_rounds - 1) for role in after}
     return {
         f"{peer.name}_{figure}": value
         for figure, value in {
-            "version": peer.version, **_seconds(notes), **_by_side("mb", watch.peak_bytes, 1e-6, 1),
+            "version": peer.version, **_seconds(notes), **_by_side("mb", sampler.peak_bytes, 1e-6, 1),
             **_by_side("cpu_s_per_round", spent, 1.0, 2),
         }.items()
     }  # fmt: skip
@@ -134,13 +134,13 @@ def _by_side(unit: str, values: dict[str, float] | dict[str, int], factor: float
 
 
 def _measure_potluck(numel: int, num_workers: int, num_rounds: int) -> dict[str, Any]:
-    watch = Watch(_potluck_role)
-    with watch.running():
+    sampler = Sampler(_potluck_role)
+    with sampler.running():
         found = bench_round(params=numel, workers=num_workers, rounds=num_rounds)
     return {
         "potluck_round_s": found["round_s"],
         "potluck_first_round_s": found["first_round_s"],
-        **{f"potluck_{side}": value for side, value in _by_side("mb", watch.peak_bytes, 1e-6, 1).items()},
+        **{f"potluck_{side}": value for side, value in _by_side("mb", sampler.peak_bytes, 1e-6, 1).items()},
         "potluck_server_anonymous_mb": found["coordinator_anonymous_mb"],
         "potluck_client_anonymous_mb": found["worker_anonymous_mb"],
         "potluck_server_cpu_s_per_round": found["coordinator_cpu_s_per_round"],

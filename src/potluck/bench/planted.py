@@ -1,4 +1,4 @@
-"""Whether the simulator finds bugs: ten faults planted in a copy of the package, and the seeds until each is found."""
+"""Whether the simulator finds bugs: eleven faults planted in a copy of the package, and how soon each is found."""
 
 from __future__ import annotations
 
@@ -45,9 +45,15 @@ plants = (
     ),
     Plant(
         name="lost work whose data is not dealt again",
-        file="fleet/live.py",
-        right="self.data.settle(message.spans, consumed=key in accepted and accepted[key].worker == row.worker)",
-        wrong="self.data.settle(message.spans, consumed=True)",
+        file="fleet/attempt.py",
+        right="parted(lease.spans, num_trained(lease, scalars) if counts else 0)",
+        wrong="parted(lease.spans, num_trained(lease, scalars) if counts else lease.num_sequences)",
+    ),
+    Plant(
+        name="data that a task that was cut short left over, counted as trained",
+        file="fleet/data.py",
+        right='    return min(int(scalars["num_steps"]) * lease.sequences_per_step, lease.num_sequences)\n',
+        wrong="    return lease.num_sequences\n",
     ),
     Plant(
         name="an update that counts twice",

@@ -26,15 +26,16 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from potluck.bench.floor import floor_seconds
-from potluck.bench.memory import memory_bytes, peak_memory
+from potluck.bench.rig.floor import floor_seconds
+from potluck.bench.rig.memory import memory_bytes, peak_memory
 from potluck.clock import Lanes, SystemClock
 from potluck.codecs.spec import parse_spec
-from potluck.coordinator.core import CheckpointConfig, Coordinator, Plan, ValidationConfig
+from potluck.coordinator.core import Coordinator
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event
 from potluck.coordinator.loop import train
 from potluck.coordinator.network import Network
+from potluck.coordinator.plan import CheckpointConfig, Plan, ValidationConfig
 from potluck.fleet.config import FleetConfig
 from potluck.models.build import skeleton
 from potluck.models.flat import layout_of

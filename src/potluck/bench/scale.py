@@ -13,14 +13,14 @@ import sys
 import time
 from typing import Any
 
-from potluck.coordinator.core import CheckpointConfig, Plan, ValidationConfig
+from potluck.coordinator.plan import CheckpointConfig, Plan, ValidationConfig
 from potluck.fleet.config import FleetConfig
 from potluck.models.build import layout_of, skeleton
 from potluck.optim.inner import InnerConfig
 from potluck.simulator.fleets import Device
-from potluck.simulator.meta import CoordinatorMachine
-from potluck.simulator.report import ScaleReport
-from potluck.simulator.scale import simulate_scale
+from potluck.simulator.large.meta import CoordinatorMachine
+from potluck.simulator.large.report import ScaleReport
+from potluck.simulator.large.scale import simulate_scale
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import Budget, RunSpec
 

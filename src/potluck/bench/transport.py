@@ -1,7 +1,7 @@
 """Transfers of a large object over the shipping stack, beside bare gRPC streams: MB/s, CPU, bytes after ten cuts.
 
 Server and client are processes of their own on loopback, with mutual TLS. The shipping side reads and writes real
-files, with the checksums and digests it always has; the bare side (`bench.bare`) sends as many bytes in equal pieces,
+files, with the checksums and digests it always has; the bare side (`rig.bare`) sends as many bytes in equal pieces,
 once out of memory into nothing and once (`files`) from a file into a file. All alternate in one run; MB/s and ratios
 are medians, a ratio over each pair.
 """
@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
-from potluck.bench.bare import BareClient, serve_bare
-from potluck.bench.wire import Way, Wire
+from potluck.bench.rig.bare import BareClient, serve_bare
+from potluck.bench.rig.wire import Way, Wire
 from potluck.clock import SystemClock, ThreadExecutor
 from potluck.protocol.frames import CHUNK_BYTES
 from potluck.storage.digest import digest_file, file_name

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 import psutil
 
 import potluck.bench
-from potluck.coordinator.faults import nearest
+from potluck.coordinator.mistakes import nearest
 from potluck.types.errors import PotluckError
 
 

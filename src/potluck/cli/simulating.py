@@ -14,13 +14,13 @@ import torch
 from potluck.cli.units import format_bytes, format_count, format_seconds
 from potluck.coordinator.prepare import sketch
 from potluck.coordinator.recipe import load_recipe
-from potluck.simulator.device_faults import draw_faults
+from potluck.simulator.exact.fuzz import Verdict, fuzz
 from potluck.simulator.fleet_files import load_fleet
-from potluck.simulator.fuzz import Verdict, fuzz
-from potluck.simulator.meta import CoordinatorMachine
-from potluck.simulator.picture import timeline_svg
-from potluck.simulator.report import DeviceReport, ScaleReport
-from potluck.simulator.scale import simulate_scale
+from potluck.simulator.large.device_faults import draw_faults
+from potluck.simulator.large.meta import CoordinatorMachine
+from potluck.simulator.large.picture import timeline_svg
+from potluck.simulator.large.report import DeviceReport, ScaleReport
+from potluck.simulator.large.scale import simulate_scale
 from potluck.storage.files import write_atomic
 from potluck.types.errors import PotluckError
 

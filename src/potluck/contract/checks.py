@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from potluck.clock import InlineExecutor, SystemClock, ThreadExecutor, VirtualClock, run_virtual
-from potluck.coordinator.core import Plan
+from potluck.coordinator.plan import Plan
 from potluck.protocol import pb
-from potluck.simulator.networks import Sockets
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.networks import Sockets
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import Strategy

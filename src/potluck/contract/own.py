@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from potluck.contract import checks
 from potluck.optim.inner import InnerConfig
-from potluck.simulator.problem import Problem
+from potluck.simulator.exact.problem import Problem
 from potluck.strategies.registry import STRATEGY_PARTS, load_file
 from potluck.strategies.strategy import Strategy
 from potluck.types.errors import RecipeError, RunStopped

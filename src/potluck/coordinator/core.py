@@ -7,101 +7,45 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
-
-from potluck.aggregation.config import AggregationConfig
 from potluck.aggregation.report import Report
 from potluck.clock import Clock, Lanes
-from potluck.codecs.policy import CodecRule
+from potluck.coordinator.contributions import Contributions
 from potluck.coordinator.deck import Deck
-from potluck.coordinator.divergence import Diverged, DivergenceConfig, RoundFigures, Watch
+from potluck.coordinator.divergence import Diverged, DivergenceWatch, RoundFigures
 from potluck.coordinator.events import Event, OnEvent
 from potluck.coordinator.kit import Kit
-from potluck.coordinator.transfer import TransferConfig
+from potluck.coordinator.past import Past
+from potluck.coordinator.plan import Plan
 from potluck.coordinator.uploads import Uploads
-from potluck.fleet.config import FleetConfig
 from potluck.fleet.intake import Intake
 from potluck.fleet.live import LiveFleet
 from potluck.fleet.roster import Roster
-from potluck.planner.compression import CompressionConfig
 from potluck.storage.database import Database
 from potluck.storage.files import rest
 from potluck.storage.ledger import MARK, CommitRow, Ledger, Operation
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
 from potluck.strategies import evaluation
-from potluck.strategies.run import Budget, RunFacts, RunSpec
+from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
-from potluck.strategies.strategy import Strategy
 from potluck.transport.connection import Traffic
 from potluck.transport.pace import Pacer
 from potluck.types.errors import CorruptError, RoundFailed, RunStopped
-from potluck.types.ids import Digest, WorkerId
-from potluck.types.params import Layout, Params
-from potluck.types.vector import Vector
+from potluck.types.ids import WorkerId
 
 last_validation_wait_s = 120.0
 tidy_interval_s = 10.0
 sampled_numel = 1 << 22
 """Elements by which the norm of a round's step is estimated, where the model has more."""
 ROLL_BACK = "roll_back"
-lost_files = "its files are gone"
 VALIDATION_ATTEMPT = 1_000_000
-"""Validation works under this attempt, so that its tasks never mix with those of the round that follows."""
-
-
-class CheckpointConfig(BaseModel):
-    """The `[checkpoint]` section of a recipe."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    every_rounds: int = Field(
-        default=10, ge=1, description="rounds between checkpoints; the last round is always saved"
-    )
-    keep: int = Field(default=2, ge=1, description="how many checkpoints are kept")
-    durability: Literal["process", "power"] = Field(
-        default="process",
-        description="what a committed round survives: the death of the process, or a power cut (an fsync each round)",
-    )
-
-
-class ValidationConfig(BaseModel):
-    """The `[validation]` section of a recipe."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    every_rounds: int = Field(
-        default=5, ge=0, description="rounds between validations; 0 for only the first and the last"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A run as it was prepared from a recipe: everything that is the same each time the run is started."""
-
-    spec: RunSpec
-    strategy: Strategy
-    layout: Layout
-    initial: Callable[[], Vector | Tensor]  # makes the first parameters, fp32 [layout.numel]; blocks
-    budget: Budget
-    fleet: FleetConfig
-    checkpoint: CheckpointConfig
-    validation: ValidationConfig
-    aggregation: AggregationConfig = field(default_factory=AggregationConfig)
-    transfer: TransferConfig = field(default_factory=TransferConfig)
-    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
-    up_codec: str = "fp32"
-    down_codec: str = "fp32"
-    up_rules: tuple[CodecRule, ...] = ()
-    down_rules: tuple[CodecRule, ...] = ()
-    compression: CompressionConfig = field(default_factory=CompressionConfig)
-    open_objects: tuple[Digest, ...] = ()  # what any member may fetch: the tokenizer
+"""Validation works under attempts from this on, one more each time the run goes back: so its tasks never mix with those
+of a round, nor with those of a validation whose state is no good."""
 
 
 class Coordinator:
@@ -116,6 +60,10 @@ class Coordinator:
         self.ledger, self.objects, self.params, self.facts = ledger, objects, params, facts
         self.clock, self.lanes, self._on_event = clock, lanes, on_event
         self.checkpoints = kit.checkpoints(folder / "checkpoints", params, keep=plan.checkpoint.keep)
+        self._past = Past(
+            strategy=plan.strategy, deck=deck, ledger=ledger, checkpoints=self.checkpoints, params=params, lanes=lanes,
+            tell=self.tell,
+        )  # fmt: skip
         self.pacer = Pacer(clock, plan.transfer.limits())
         self.roster = Roster(plan.fleet)
         self.fleet = LiveFleet(
@@ -134,7 +82,7 @@ class Coordinator:
         self.state: State | None = None
         self.losses: dict[int, float] = {}  # validation loss by round
         self.operations: list[Operation] = []  # what was done to the run as a whole
-        self._watch = Watch(plan.divergence)
+        self._watch = DivergenceWatch(plan.divergence)
         self.stop_reason = ""
         self.failure: BaseException | None = None  # what ends the run, such as a full disk here
         self.recovered = asyncio.Event()
@@ -145,8 +93,8 @@ class Coordinator:
         self._tidied_at = clock.now()
         self.whole = asyncio.Lock()  # held while a round is committed, discarded or saved: a stop waits for it
         self._resumes = False  # the round under way was begun by an earlier process
-        self._given: dict[str, dict[str, Any]] = {}  # by worker: tokens, rounds, bytes of earlier processes
-        self._written: dict[str, tuple[int, int]] = {}  # bytes up and down that the ledger has of this process
+        self._given = Contributions()
+        self._num_roll_backs = 0
         self._attempt = 0
         self._begun_at = 0.0
         self._num_discarded = 0
@@ -190,18 +138,8 @@ class Coordinator:
     # What the main loop does
 
     async def recover(self) -> State:
-        """The last committed state whose files are whole, else the one of a checkpoint, else the first."""
-        stored = await self.lanes.ledger.run(self.ledger.last_state)
-        state = self.strategy.init(self.facts)
-        if stored is not None:
-            try:
-                committed = self.strategy.State.from_json(stored)
-                await self.lanes.compute.run(self._verify, committed)
-                state = committed
-            except CorruptError as error:
-                state = await self._from_checkpoint(state, str(error))
-        elif await self.lanes.compute.run(self.checkpoints.names):
-            state = await self._from_checkpoint(state, "the ledger knows no round")
+        """The state to go on from, with everything that is still open of the round after it."""
+        state = await self._past.last(self.facts)
         deal = await self.lanes.ledger.run(self.ledger.deal)
         if deal is not None:
             self.deck.restore(deal)
@@ -221,37 +159,14 @@ class Coordinator:
         """What the ledger has of the rounds so far."""
         run = self.lanes.ledger.run
         self.losses = dict(await run(self.ledger.metrics, "validation_loss"))
-        self._given = {row["id"]: row for row in await run(self.ledger.contributions)}
+        self._given.restore(await run(self.ledger.contributions))
+        self._num_roll_backs = await run(self.ledger.num_roll_backs)
         self.operations = await run(self.ledger.operations)
-        last = Watch.num_needed(self.plan.divergence)
+        last = DivergenceWatch.num_needed(self.plan.divergence)
         norms = dict(await run(self.ledger.metrics, "step_norm", last))
         losses = await run(self.ledger.metrics, "loss", last)
         figures = [RoundFigures(round=r, loss=x, step_norm=norms.get(r, 0.0)) for r, x in losses]
-        self._watch = Watch(self.plan.divergence, figures)
-
-    def _verify(self, state: State) -> None:
-        for handle in state.handles():
-            self.params.check(handle)
-
-    async def _from_checkpoint(self, first: State, reason: str) -> State:
-        found = await self.lanes.compute.run(self.checkpoints.load_latest)
-        for skipped in self.checkpoints.skipped:
-            self.tell("note", skipped)
-        if found is None:
-            self.tell("note", f"{reason}; there is no checkpoint, so the run starts again")
-            await self.lanes.ledger.run(self.ledger.roll_back, 0, self.deck.fresh(), lost_files)
-            return first
-        state, deal = self._state_of(*found)
-        await self.lanes.ledger.run(self.ledger.roll_back, state.round, deal, lost_files)
-        self.tell("note", f"{reason}; going back to the checkpoint of round {state.round}", round=state.round)
-        return state
-
-    def _state_of(self, manifest: dict[str, Any], handles: dict[str, Params]) -> tuple[State, Any]:
-        """The state of a checkpoint that was read, and the deal of the data then."""
-        state = self.strategy.State.from_json(manifest["state"])
-        named = state.named_handles()
-        state = state.moved({named[name]: handle for name, handle in handles.items() if name in named})
-        return state, self.deck.reclaimed(manifest["deal"])
+        self._watch = DivergenceWatch(self.plan.divergence, figures)
 
     def finished(self, state: State) -> bool:
         return bool(self.stop_reason) or self.facts.progress(state) >= 1.0
@@ -318,17 +233,8 @@ class Coordinator:
         return state
 
     async def _return_to(self, reason: Diverged, operation: Callable[[int], Operation]) -> State:
-        """Take up the newest checkpoint that is old enough, else the oldest one. The ledger's one transaction counts.
-
-        Checkpoints that are no good go first: a process that dies before the transaction finds out once more.
-        """
-
-        def read() -> tuple[dict[str, Any], dict[str, Params]] | None:
-            self.checkpoints.remove_where(lambda content: content["state"]["round"] > reason.good_round)
-            return self.checkpoints.load_latest()
-
-        found = await self.lanes.compute.run(read)
-        state, deal = self._state_of(*found) if found else (self.strategy.init(self.facts), self.deck.fresh())
+        """Take up a state that is old enough. The ledger's one transaction counts."""
+        state, deal = await self._past.before(reason.good_round, self.facts)
         self.fleet.restart()
         go_back = partial(
             self.ledger.roll_back, state.round, deal, str(reason), state=state.to_json(),
@@ -352,7 +258,7 @@ class Coordinator:
             return await self._commit(state, proposed)
 
     async def _commit(self, state: State, proposed: State) -> State:
-        accepted = self.fleet.accepted()
+        accepted, cut_short = self.fleet.accepted(), self.fleet.cut_short()
         figures = await self._figures(state, proposed)
         self._watch.judge(figures)
         proposed = replace(proposed, seconds=state.seconds + self.clock.now() - self._begun_at)
@@ -366,15 +272,14 @@ class Coordinator:
         self.state = proposed
         self._watch.commit(figures)
         self._num_discarded = 0
-        for reply in accepted:
-            given = self._given.setdefault(reply.worker, _nothing(reply.worker))
-            given["tokens"] += int(reply.scalars.get("num_tokens", 0))
-            given["rounds"] += 1
+        self._given.committed(accepted)
         names = sorted({r.worker for r in accepted})
         seconds = self.clock.now() - self._begun_at
+        left = "".join(f"  {worker} cut short by {steps} steps" for worker, steps in sorted(cut_short.items()))
         self.tell(
-            "round", f"round {proposed.round}  loss {proposed.loss:.4f}  {', '.join(names)}  {seconds:.1f} s",
+            "round", f"round {proposed.round}  loss {proposed.loss:.4f}  {', '.join(names)}  {seconds:.1f} s{left}",
             round=proposed.round, loss=proposed.loss, workers=names, tokens=proposed.tokens, seconds=seconds,
+            cut_short=cut_short,
         )  # fmt: skip
         await self.lanes.ledger.run(self._write_traffic)
         await self._collect(proposed)
@@ -433,7 +338,7 @@ class Coordinator:
             self.tell("note", f"nobody was here to validate round {state.round}", round=state.round)
             return
         self.fleet.phase = "validating"
-        await self.fleet.begin(state.round, VALIDATION_ATTEMPT)
+        await self.fleet.begin(state.round, VALIDATION_ATTEMPT + self._num_roll_backs)
         try:
             if self.plan.spec.data_access == "private":
                 loss = await evaluation.on_private_data(self.fleet, state.params)
@@ -460,7 +365,12 @@ class Coordinator:
     async def checkpoint(self, state: State) -> Path:
         handles = state.named_handles()
         manifest = {"state": state.to_json(), "deal": self.deck.to_json(), "run_id": self.plan.spec.run_id}
-        path = await self.lanes.compute.run(self.checkpoints.save, f"round-{state.round:06d}", manifest, handles)
+        may_go_back = self._watch.suspects  # to one that would be removed
+
+        def save() -> Path:
+            return self.checkpoints.save(f"round-{state.round:06d}", manifest, handles, prune=not may_go_back)
+
+        path = await self.lanes.compute.run(save)
         self.tell("checkpoint", f"checkpoint of round {state.round} saved", path=str(path), round=state.round)
         return path
 
@@ -491,16 +401,7 @@ class Coordinator:
 
     def contributions(self) -> list[dict[str, Any]]:
         """What each worker gave and moved, over all processes of the run."""
-        rows: list[dict[str, Any]] = []
-        for id in sorted({*self._given, *self.roster.members}):
-            row, traffic = self._given.get(id, _nothing(id)), self.traffic(id)
-            up, down = self._written.get(id, (0, 0))  # are in the row
-            moved = {
-                "bytes_up": row["bytes_up"] + traffic.total_up - up,
-                "bytes_down": row["bytes_down"] + traffic.total_down - down,
-            }
-            rows.append({**row, **moved})
-        return rows
+        return self._given.rows(self.roster.members, self.traffic)
 
     async def close(self) -> None:
         """Write down what moved and let the files go. The run can be opened again."""
@@ -517,16 +418,7 @@ class Coordinator:
 
     def _write_traffic(self) -> None:
         """What moved since it was last written down."""
-        moved: dict[str, tuple[int, int]] = {}
-        for id in list(self.roster.members):
-            traffic = self.traffic(id)
-            up, down = self._written.get(id, (0, 0))
-            moved[id] = (traffic.total_up - up, traffic.total_down - down)
-            self._written[id] = (traffic.total_up, traffic.total_down)
-            given = self._given.setdefault(id, _nothing(id))
-            given["bytes_up"] += traffic.total_up - up
-            given["bytes_down"] += traffic.total_down - down
-        self.ledger.add_traffic(moved)
+        self.ledger.add_traffic(self._given.write(list(self.roster.members), self.traffic))
 
     def tell(self, kind: str, text: str, **detail: Any) -> None:
         self._on_event(Event(kind=kind, at=self.clock.time(), text=text, detail=detail))
@@ -546,7 +438,3 @@ def open_ledger(folder: Path, *, durable: bool) -> Ledger:
             f"the database {path} is damaged; restore it from a copy, or move it away and start the run again, which "
             f"then goes on from the checkpoint of round {last}"
         ) from error
-
-
-def _nothing(id: str) -> dict[str, Any]:
-    return {"id": id, "tokens": 0, "rounds": 0, "bytes_up": 0, "bytes_down": 0}

@@ -65,7 +65,7 @@ class RoundFigures:
     step_norm: float
 
 
-class Watch:
+class DivergenceWatch:
     """Judges each round by the committed ones. A function of what it was told, in order."""
 
     def __init__(self, config: DivergenceConfig, committed: Sequence[RoundFigures] = ()) -> None:

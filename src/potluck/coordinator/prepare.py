@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from potluck.coordinator.core import Plan
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.frozen import TOKENIZER, Frozen, keep_tokenizer
+from potluck.coordinator.plan import Plan
 from potluck.coordinator.recipe import IDENTITY, Recipe, parse_recipe
 from potluck.data.manifest import Manifest, listed_data
 from potluck.data.prepare import PreparedData, prepare_shared
@@ -81,15 +81,15 @@ def _identity(run_dir: Path) -> tuple[str, dict[str, Any]]:
 
 def replanned(plan: Plan, recipe: Recipe) -> Plan:
     """The plan with what may change while a run goes on."""
-    return replace(
-        plan,
-        budget=recipe.budget.to_budget(),
-        fleet=recipe.fleet,
-        checkpoint=recipe.checkpoint,
-        validation=recipe.validation,
-        transfer=recipe.transfer,
-        divergence=recipe.divergence,
-    )
+    return replace(plan, **_changeable(recipe))
+
+
+def _changeable(recipe: Recipe) -> dict[str, Any]:
+    """The parts of a plan that may change while its run goes on."""
+    return {
+        "budget": recipe.budget.to_budget(), "fleet": recipe.fleet, "checkpoint": recipe.checkpoint,
+        "validation": recipe.validation, "transfer": recipe.transfer, "divergence": recipe.divergence,
+    }  # fmt: skip
 
 
 def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Path, tell: Tell) -> Prepared:
@@ -152,18 +152,13 @@ def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, t
         strategy=strategy_type(recipe.strategy.name)(recipe.strategy.settings),
         layout=layout,
         initial=lambda: initial_vector(recipe.model, config, seed=recipe.seed),
-        budget=recipe.budget.to_budget(),
-        fleet=recipe.fleet,
-        checkpoint=recipe.checkpoint,
-        validation=recipe.validation,
         aggregation=recipe.aggregation,
-        transfer=recipe.transfer,
-        divergence=recipe.divergence,
         up_codec=recipe.codec.up,
         down_codec=recipe.codec.down,
         up_rules=recipe.codec.rules("up"),
         down_rules=recipe.codec.rules("down"),
         compression=recipe.compression,
+        **_changeable(recipe),
         open_objects=(Digest(tokenizer_object),) if tokenizer_object else (),
     )
 

@@ -28,9 +28,9 @@ from potluck.aggregation.config import AggregationConfig
 from potluck.codecs.base import codec, codec_names
 from potluck.codecs.policy import CodecPolicy, CodecRule
 from potluck.codecs.spec import parse_spec
-from potluck.coordinator.core import CheckpointConfig, ValidationConfig
 from potluck.coordinator.divergence import DivergenceConfig
-from potluck.coordinator.faults import nearest, sentence
+from potluck.coordinator.mistakes import nearest, sentence
+from potluck.coordinator.plan import CheckpointConfig, ValidationConfig
 from potluck.coordinator.shipped import shipped
 from potluck.coordinator.transfer import TransferConfig
 from potluck.data.config import DataConfig

@@ -197,7 +197,7 @@ class CoordinatorService:
         state = run.state
         return pb.Desired(
             sequence=sequence,
-            leases=[x.message for x in leases],
+            leases=[x.told for x in leases],
             adopted_version=run.fleet.versions.get(member.id, ""),
             held_versions=run.fleet.held_versions(member.id),
             verdicts=list(member.verdicts.values()),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from potluck.fleet.data import DataPlane, num_steps_left, num_trained, parted
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
 
@@ -33,9 +34,38 @@ class Attempt:
         if row is not None and row.version:
             self._versions[row.worker].pop(key, None)
 
+    def lose(self, key: str, issue: int, reason: str) -> None:
+        """A lease will not be answered."""
+        rows = self.leases.get(key, [])
+        for number, row in enumerate(rows):
+            if row.issue == issue:
+                rows[number] = replace(row, status="lost", reason=reason)
+
     def versions_of(self, worker: str) -> Iterable[str]:
         """Pinned states that a worker's replies lead to."""
         return self._versions.get(worker, {}).values()
+
+    def settle(self, data: DataPlane, *, committed: bool) -> None:
+        """What the replies that counted have trained is consumed; what else this attempt was dealt goes back."""
+        for key, rows in self.leases.items():
+            reply = self.consumed.get(key) if committed else None
+            for row in rows:
+                lease = pb.Lease.FromString(row.lease)
+                if not lease.held_out:
+                    counts = reply is not None and reply.worker == row.worker
+                    scalars = reply.scalars if reply is not None else {}
+                    trained, left = parted(lease.spans, num_trained(lease, scalars) if counts else 0)
+                    data.settle(trained, consumed=True)
+                    data.settle(left, consumed=False)
+
+    def steps_left(self) -> dict[str, int]:
+        """By worker the steps that it was granted and did not take, of the replies that count."""
+        return {
+            row.worker: num_steps_left(pb.Lease.FromString(row.lease), reply.scalars)
+            for key, reply in self.consumed.items()
+            for row in self.leases.get(key, ())
+            if row.worker == reply.worker
+        }
 
     def inputs(self, key: str) -> list[pb.SessionInput]:
         """What was sent to a session and not yet taken."""

@@ -21,7 +21,7 @@ class FleetConfig(BaseModel):
     balance: Literal["none", "time"] = Field(
         default="none",
         description="`time`: faster workers get more steps or sequences in a round and slower ones fewer, so that all "
-        "finish together; from 1 to 4 times the mean",
+        "finish together, from 1 to 4 times the mean; late steps are not waited for",
     )
     deadlines: bool = Field(
         default=True, description="give up on work that takes far longer than the worker's past predicts"

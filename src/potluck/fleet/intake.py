@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from potluck.clock import Clock, Lanes
+from potluck.fleet.data import num_trained
 from potluck.fleet.leases import OpenLease
 from potluck.fleet.live import LiveFleet
 from potluck.fleet.roster import LeaseId, Member
@@ -199,8 +200,9 @@ class Intake:
             await self._fleet.emitted(lease, result.step, scalars, result.object)
         else:
             seconds, in_all_s = self._seconds(lease, result), self._clock.now() - lease.issued_at
-            member.observe(lease.message.task, seconds, lease.units, in_all_s=in_all_s)
-            self._fleet.paces.observe(member.id, seconds, lease.message.num_sequences)
+            trained = num_trained(lease.message, scalars)
+            member.observe(lease.message.task, seconds, trained or lease.units, in_all_s=in_all_s)
+            self._fleet.paces.observe(member.id, seconds, trained)
             self._fleet.watching.reconsider(member)
             is_first = await self._fleet.accept(lease, scalars, result.object, inline)
         verdict = ("accepted", "") if is_first else ("dropped", "another worker was first")
@@ -239,7 +241,18 @@ class Intake:
         if (weight := lease.expects.weight if lease.expects else "") and not scalars[weight] > 0:
             raise Refused(f"its weight {weight} is {scalars[weight]}, not a positive number")
         self._check_tokens(lease.message, scalars.get("num_tokens", 0), int(lease.units))
+        if lease.message.sequences_per_step:
+            self._check_steps(lease.message, scalars)
         return scalars
+
+    def _check_steps(self, lease: pb.Lease, scalars: Mapping[str, Any]) -> None:
+        """At least one step and no more than were granted, and the tokens of just these: its data goes by them."""
+        num_steps, most = scalars.get("num_steps"), lease.num_sequences // lease.sequences_per_step
+        if not isinstance(num_steps, int) or not 1 <= num_steps <= most:
+            raise Refused(f"it claims {num_steps} steps where 1 to {most} are possible")
+        needed = num_steps * lease.sequences_per_step * self._fleet.run.seq_len
+        if scalars.get("num_tokens") != needed:
+            raise Refused(f"it claims {scalars.get('num_tokens')} tokens and {num_steps} steps, which have {needed}")
 
     def _check_tokens(self, lease: pb.Lease, num_tokens: Any, num_sequences: int) -> None:
         """No token without data, and no data without tokens: only a worker's own held-out text may be empty."""

@@ -60,6 +60,8 @@ class OpenLease:
     worked_until: float = 0.0  # when its result was first seen on its way, 0 for not yet
     claims: Claims = field(default_factory=Claims)
     checking: bool = False  # its result is being validated
+    is_cut_short: bool = False  # its worker is told to end after the step it is at
+    began: Callable[[], None] = lambda: None  # hears that it was seen to be worked on
     early: pb.TaskResult | None = None  # came before it was claimed
     claimed: bool = True  # a verb waits for it; after a restart not until the round has been run again up to there
     number: int = 0  # in the order in which leases were opened
@@ -68,6 +70,16 @@ class OpenLease:
     @property
     def id(self) -> LeaseId:
         return (self.message.round, self.message.attempt, self.message.key)
+
+    @property
+    def told(self) -> pb.Lease:
+        """As its worker is told of it now."""
+        if not self.is_cut_short:
+            return self.message
+        told = pb.Lease()
+        told.CopyFrom(self.message)
+        told.cut_short = True
+        return told
 
     @property
     def units(self) -> float:
@@ -80,6 +92,7 @@ class OpenLease:
             self.progress_at = now
         if progress.activity == "training" and not self.started_at:
             self.started_at = now
+            self.began()
             return True
         if progress.activity == "uploading" and self.started_at and not self.worked_until:
             self.worked_until = now

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from potluck.clock import Clock, Lanes
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.claims import claims_of
 from potluck.fleet.config import FleetConfig
+from potluck.fleet.cutting import Cutting
 from potluck.fleet.data import DataPlane
 from potluck.fleet.encoding import UpEncoding
 from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, wire_attempt
@@ -125,22 +127,21 @@ class LiveFleet:
         """The replies that the verbs of this attempt returned, in the order of their keys."""
         return tuple(self._now.consumed[key] for key in sorted(self._now.consumed))
 
+    def cut_short(self) -> dict[WorkerId, int]:
+        """Steps that were granted and not taken, of those whose accepted work ended early."""
+        return {WorkerId(worker): left for worker, left in self._now.steps_left().items() if left}
+
     def held_versions(self, worker: WorkerId) -> list[str]:
         """Pinned states that a worker must keep, since their round may still be committed."""
         return [*self._now.versions_of(worker), *self.floating.versions_of(worker)]
 
     def settle_data(self, *, committed: bool) -> Any:
-        """Data of accepted replies counts as consumed, all other data of the attempt goes back to be dealt.
+        """What accepted replies trained counts as consumed, all other data of the attempt goes back to be dealt.
 
         Returns the deal, to be written down with the commit or the discard.
         """
-        accepted = self._now.consumed if committed else {}
-        for key, rows in self._now.leases.items():
-            for row in rows:
-                message = pb.Lease.FromString(row.lease)
-                if not message.held_out:
-                    self.data.settle(message.spans, consumed=key in accepted and accepted[key].worker == row.worker)
-        for key in accepted:
+        self._now.settle(self.data, committed=committed)
+        for key in self._now.consumed if committed else ():
             for row in self.floating.leases.get(key, []):
                 self.data.settle(pb.Lease.FromString(row.lease).spans, consumed=True)
         return self.data.to_json()
@@ -190,9 +191,12 @@ class LiveFleet:
     async def _log_loss(self, lease: OpenLease, reason: str) -> None:
         message = lease.message
         deal = self.data.to_json() if message.round == FLOATING else None  # of a round it is written when that ends
+        if message.round == FLOATING:
+            self.floating.lose(message.key, lease.issue, reason)
         await self._lanes.ledger.run(
-            self.ledger.settle, message.round, lease.attempt, message.key, lease.issue, "lost", reason, deal
-        )
+            self.ledger.settle, message.round, lease.attempt, message.key, lease.issue, "lost", reason, deal,
+            self.paces.kept(lease.worker, message.num_sequences),
+        )  # fmt: skip
 
     def _give_up(self, lease: OpenLease, reason: str, *, failed: bool = False) -> None:
         if lease.message.round == FLOATING and lease.id in self.book.open:
@@ -218,7 +222,7 @@ class LiveFleet:
         row = ReplyRow(
             key=message.key, worker=lease.worker, object=object, scalars=scalars, version=message.next_version
         )
-        pace = list(self.paces.seconds.get(lease.worker, ())) if message.num_sequences else []
+        pace = self.paces.kept(lease.worker, message.num_sequences)
         is_first = bool(inline) or await self._lanes.ledger.run(
             self.ledger.reply, message.round, lease.attempt, row, lease.issue, pace
         )
@@ -296,8 +300,9 @@ class LiveFleet:
             check_reduction(reduce, self._run.aggregation)
         await self._publish(tasks.values())
         outcomes = await self._settle_all(
-            {f"{key}/{worker}": (worker, tasks[worker]) for worker in sorted(tasks)}, expects=reduce
-        )
+            {f"{key}/{worker}": (worker, tasks[worker]) for worker in sorted(tasks)}, expects=reduce,
+            num_needed=max(min_replies, math.ceil(len(tasks) / 2)),
+        )  # fmt: skip
         rows = [o for o in outcomes if isinstance(o, ReplyRow)]
         reasons = [o.reason for o in outcomes if isinstance(o, Lost)]
         if len(rows) < max(min_replies, 1):
@@ -311,9 +316,9 @@ class LiveFleet:
         return Replies(replies=replies, value=value)
 
     async def _settle_all(
-        self, work: Mapping[str, tuple[WorkerId, BoundTask]], *, expects: Reduction | None
+        self, work: Mapping[str, tuple[WorkerId, BoundTask]], *, expects: Reduction | None, num_needed: int
     ) -> list[Outcome]:
-        """Issue what was not issued before and wait for all of it."""
+        """Issue what was not issued before and wait for all of it; past `num_needed` replies not for late ones."""
         outcomes: dict[str, Outcome] = {}
         waiting: dict[str, OpenLease] = {}
         fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
@@ -329,8 +334,11 @@ class LiveFleet:
                 fresh.append((worker, bound, key, 0))
         for lease in await self._issue(self._now, fresh, expects=expects):
             waiting[lease.message.key] = lease
-        for key, lease in waiting.items():
-            outcomes[key] = await lease.outcome
+        num_replied = sum(isinstance(outcome, ReplyRow) for outcome in outcomes.values())
+        cutting = Cutting(
+            waiting, num_missing=num_needed - num_replied, roster=self.roster, clock=self._clock, notify=self.notify
+        )
+        outcomes |= await cutting.outcomes()
         return [outcomes[key] for key in work]
 
     async def map(self, tasks: Sequence[BoundTask], *, key: str) -> tuple[Reply, ...]:
@@ -526,6 +534,7 @@ class LiveFleet:
             return []
         rows: list[LeaseRow] = []
         arguments, encoded, value, deltas = None, EncodedArguments(value={}, objects=(), inline=()), "", []
+        may_end_early = self.config.balance == "time" and holder is not self.floating
         units = {worker: float(bound.num_sequences or 1) for worker, bound, _, _ in work}
         specs = await self.encoding.specs(work[0][1].task, units) if expects else {}
         for worker, bound, key, issue in work:
@@ -553,6 +562,7 @@ class LiveFleet:
                 deltas=deltas,
                 held_out=bound.held_out_part >= 0,
                 num_sequences=bound.num_sequences,
+                sequences_per_step=bound.sequences_per_step if may_end_early else 0,
             )
             if encoded.inline:
                 self.operands[(message.round, message.attempt, message.key)] = encoded.inline

@@ -23,7 +23,7 @@ _digits = 4
 
 
 class Paces:
-    """What each worker took for a training sequence the last times. The ledger keeps it with the replies."""
+    """What each worker took for a training sequence the last times. The ledger keeps it with replies and losses."""
 
     def __init__(self, run: RunFacts, roster: Roster) -> None:
         self._run, self._roster = run, roster
@@ -35,6 +35,11 @@ class Paces:
             past = self.seconds.setdefault(worker, [])
             past.append(seconds / num_sequences)
             del past[:-num_recent]
+
+    def kept(self, worker: WorkerId, num_sequences: int) -> dict[str, list[float]]:
+        """What the ledger is to keep after a task of so many training sequences."""
+        past = self.seconds.get(worker)
+        return {worker: list(past)} if past and num_sequences else {}
 
     def restore(self, seconds: Mapping[str, list[float]]) -> None:
         """What the ledger has kept."""

@@ -1,0 +1,1 @@
+"""Building, measuring, running and exporting models; devices and precision."""

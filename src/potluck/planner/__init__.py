@@ -1,0 +1,1 @@
+"""What work costs on a device and a link, as pure functions."""

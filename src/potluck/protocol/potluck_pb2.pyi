@@ -81,7 +81,7 @@ class WelcomeReply(_message.Message):
     def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., run_id: _Optional[str] = ..., run_json: _Optional[str] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("key", "attempt", "round", "task", "kind", "arguments_json", "objects", "spans", "base_version", "next_version", "num_inline", "up_codec", "held_out", "num_sequences", "deltas")
+    __slots__ = ("key", "attempt", "round", "task", "kind", "arguments_json", "objects", "spans", "base_version", "next_version", "num_inline", "up_codec", "held_out", "num_sequences", "deltas", "sequences_per_step", "cut_short")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,8 @@ class Lease(_message.Message):
     HELD_OUT_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    CUT_SHORT_FIELD_NUMBER: _ClassVar[int]
     key: str
     attempt: int
     round: int
@@ -112,7 +114,9 @@ class Lease(_message.Message):
     held_out: bool
     num_sequences: int
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
-    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., task: _Optional[str] = ..., kind: _Optional[str] = ..., arguments_json: _Optional[str] = ..., objects: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., base_version: _Optional[str] = ..., next_version: _Optional[str] = ..., num_inline: _Optional[int] = ..., up_codec: _Optional[str] = ..., held_out: _Optional[bool] = ..., num_sequences: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
+    sequences_per_step: int
+    cut_short: bool
+    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., task: _Optional[str] = ..., kind: _Optional[str] = ..., arguments_json: _Optional[str] = ..., objects: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., base_version: _Optional[str] = ..., next_version: _Optional[str] = ..., num_inline: _Optional[int] = ..., up_codec: _Optional[str] = ..., held_out: _Optional[bool] = ..., num_sequences: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., sequences_per_step: _Optional[int] = ..., cut_short: _Optional[bool] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("target", "base", "delta")

@@ -22,7 +22,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from potluck.coordinator.faults import nearest, sentence
+from potluck.coordinator.mistakes import nearest, sentence
 from potluck.simulator.fleets import Device, Range
 from potluck.types.errors import RecipeError
 

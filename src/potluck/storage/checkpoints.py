@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from potluck.storage.digest import Hasher
-from potluck.storage.files import fsync_folder, full_disk_named, require_free
+from potluck.storage.files import fsync_folder, full_disk_named
 from potluck.storage.params import ParamStore
 from potluck.types.errors import CorruptError
 from potluck.types.params import Params, type_bytes
@@ -60,14 +60,16 @@ class Checkpoints:
         for scratch in folder.glob(".*.tmp"):
             shutil.rmtree(scratch)
 
-    def save(self, name: str, manifest: Mapping[str, Any], handles: Mapping[str, Params]) -> Path:
-        """Write a checkpoint and remove those beyond the last `keep`; its folder.
+    def save(
+        self, name: str, manifest: Mapping[str, Any], handles: Mapping[str, Params], *, prune: bool = True
+    ) -> Path:
+        """Write a checkpoint and, to `prune`, remove those beyond the last `keep`; its folder.
 
         `manifest` holds JSON values. ResourceError, before anything is written, if the disk is too full.
         """
         assert all(map(_safe_name.fullmatch, (name, *handles))), f"{name}, {list(handles)} are file names"
         need_bytes = sum(h.numel for h in handles.values()) * type_bytes + _slack_bytes
-        require_free(self.folder, need_bytes)
+        self._params.spares.require_free(self.folder, need_bytes)
         number = 1 + max((m.number for m in self._newest_first([])), default=0)
         scratch = self.folder / f".{name}.tmp"
         shutil.rmtree(scratch, ignore_errors=True)
@@ -82,7 +84,8 @@ class Checkpoints:
             raise
         fsync_folder(scratch)
         self._put_in_place(scratch, self.folder / name)
-        self._prune()
+        if prune:
+            self._prune()
         return self.folder / name
 
     def load_latest(self) -> tuple[dict[str, Any], dict[str, Params]] | None:

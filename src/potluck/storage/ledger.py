@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from potluck.storage.database import Database
 
 MARK = "ledger.db"
 """A folder with this file holds a run."""
+_no_pace: Mapping[str, Sequence[float]] = MappingProxyType({})
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS attempts (
@@ -194,10 +196,16 @@ class Ledger:
                 self._db.execute(f"DELETE FROM {table} WHERE round >= ?", (round,))
             self._db.execute("DELETE FROM metrics WHERE round > ?", (round,))
             self._db.execute("DELETE FROM versions")
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('roll_backs', ?)", (str(self.num_roll_backs() + 1),))
             if state is not None:
                 self._db.execute("UPDATE commits SET state = ? WHERE round = ?", (json.dumps(state), round - 1))
             if operation is not None:
                 self.record(operation)
+
+    def num_roll_backs(self) -> int:
+        """How often the run went back."""
+        rows = self._db.query("SELECT value FROM meta WHERE name = 'roll_backs'")
+        return int(rows[0][0]) if rows else 0
 
     # The run as a whole
 
@@ -237,9 +245,13 @@ class Ledger:
             self._put_deal(deal)
 
     def settle(
-        self, round: int, attempt: int, key: str, issue: int, status: str, reason: str = "", deal: Any = None
-    ) -> None:
-        """Close a lease; with `deal` where its data was taken back."""
+        self, round: int, attempt: int, key: str, issue: int, status: str, reason: str = "", deal: Any = None,
+        pace: Mapping[str, Sequence[float]] = _no_pace,
+    ) -> None:  # fmt: skip
+        """Close a lease; with `deal` where its data was taken back.
+
+        `pace` is what its worker took for a training sequence, this time and before.
+        """
         with self._db.transaction():
             self._db.execute(
                 "UPDATE leases SET status = ?, reason = ? WHERE round = ? AND attempt = ? AND key = ? AND issue = ?",
@@ -247,6 +259,8 @@ class Ledger:
             )
             if deal is not None:
                 self._put_deal(deal)
+            for worker, seconds in pace.items():
+                self._db.execute("INSERT OR REPLACE INTO paces VALUES (?, ?)", (worker, json.dumps(list(seconds))))
 
     def leases(self, round: int, attempt: int) -> list[LeaseRow]:
         rows = self._db.query(
@@ -258,10 +272,12 @@ class Ledger:
             LeaseRow(key=k, issue=i, worker=w, lease=bytes(blob), status=s, reason=r) for k, i, w, blob, s, r in rows
         ]
 
-    def reply(self, round: int, attempt: int, row: ReplyRow, issue: int, pace: Sequence[float] = ()) -> bool:
+    def reply(
+        self, round: int, attempt: int, row: ReplyRow, issue: int, pace: Mapping[str, Sequence[float]] = _no_pace
+    ) -> bool:
         """Log an accepted reply and close its lease. False if the task had a reply already: the first one stays.
 
-        `pace` is what its worker took for a training sequence, this time and before.
+        `pace` as in `settle`.
         """
         with self._db.transaction():
             is_first = self._db.execute(
@@ -269,9 +285,7 @@ class Ledger:
                 "ON CONFLICT DO NOTHING",
                 (round, attempt, row.key, row.worker, row.object, json.dumps(dict(row.scalars)), row.version),
             )
-            self.settle(round, attempt, row.key, issue, "replied" if is_first else "lost")
-            if pace:
-                self._db.execute("INSERT OR REPLACE INTO paces VALUES (?, ?)", (row.worker, json.dumps(list(pace))))
+            self.settle(round, attempt, row.key, issue, "replied" if is_first else "lost", pace=pace)
             return bool(is_first)
 
     def replies(self, round: int, attempt: int) -> list[ReplyRow]:

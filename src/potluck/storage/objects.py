@@ -28,7 +28,6 @@ from potluck.storage.files import (
     note_boot,
     remove_files,
     remove_unfinished,
-    require_free,
     unfinished_name,
     write_atomic,
 )
@@ -97,6 +96,7 @@ class ObjectStore:
         with self._lock:
             if not self.has(digest):
                 self._require_room(len(data))
+                self.spares.make_room(self.root, len(data))
                 write_atomic(self.path(digest), data, durable=self.durable)
         return digest
 
@@ -191,7 +191,7 @@ class ObjectStore:
                         _offset_path(path).write_bytes(bytes(_offset_bytes))  # before the file: old bytes count as none
                         if not self.spares.take(path, size):
                             path.touch()
-                self._require_free(path, size)
+                self.spares.require_free(path, size - _size(path))
             except ResourceError:
                 if not goes_on:
                     self._drop_partial(digest)
@@ -239,15 +239,6 @@ class ObjectStore:
             path.unlink()
         if self.durable:
             fsync_folder(self.root)
-
-    def _require_free(self, path: Path, size: int) -> None:
-        """ResourceError if the disk cannot hold `path` with that size, even without spare files."""
-        try:
-            require_free(path, size - _size(path))
-        except ResourceError:
-            if not self.spares.clear():
-                raise
-            require_free(path, size - _size(path))
 
     def _require_room(self, more_bytes: int) -> None:
         if not self.quota_bytes:

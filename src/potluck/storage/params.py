@@ -324,7 +324,8 @@ class _FragmentWriter:
         self._store, self._path = store, store.path(fragment)
         self._scratch = unfinished_name(self._path)
         self._size = fragment.numel * type_bytes
-        store.spares.take(self._scratch, self._size)
+        if not store.spares.take(self._scratch, self._size):
+            store.spares.make_room(self._scratch, self._size)
         self._file: BinaryIO | None = open_over(self._scratch)
         self.room = fragment.numel
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from potluck.storage.files import boot_id, remove_files
-from potluck.types.disk import free_bytes
+from potluck.types.disk import free_bytes, require_free
 
 least_bytes = 1 << 20
 """Smaller files are cheap to make."""
@@ -67,6 +67,16 @@ class Spares:
             paths = list(self._kept)
             self._kept.clear()
         return remove_files(paths)
+
+    def make_room(self, path: Path, need_bytes: int) -> None:
+        """Before so many bytes are written to `path`: where the disk has fewer, the spares go first."""
+        if free_bytes(path) < need_bytes:
+            self.clear()
+
+    def require_free(self, path: Path, need_bytes: int) -> None:
+        """ResourceError if the disk of `path` has less than `need_bytes` free, even without spares."""
+        self.make_room(path, need_bytes)
+        require_free(path, need_bytes)
 
     def _keep(self, path: Path) -> int:
         """The bytes of a file that is a spare now; 0 if it is not to be one."""

@@ -1,0 +1,1 @@
+"""Training methods, a file each, and the seam they stand on."""

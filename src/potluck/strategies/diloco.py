@@ -15,6 +15,9 @@ With `fleet.balance = "time"` worker i takes H_i steps, H on average over the fl
 
 A worker sends (H / H_i) delta_i: residuals, norms and robust rules compare like with like. Equal H_i give plain DiLoCo,
 bit for bit. With AdamW inside, H_i for the weight of H_i steps is a heuristic.
+
+Who takes longer than its past says while all others are done is cut short, after H_i < G_i of the G_i steps it was
+granted. Then p_i ~ tokens_i / G_i: its few steps count as so much less than those of a whole share.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from potluck.optim.outer import nesterov
 from potluck.planner.balance import balanced
 from potluck.strategies.fleet import Fleet, Replies, weighted_mean
-from potluck.strategies.replica import Replica
+from potluck.strategies.replica import Replica, Step
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
@@ -60,22 +63,26 @@ class DiLoCoState(State):
     aggregate: Params | None = None  # of the last round, for the rule of aggregation that starts from it
 
 
-@task("diloco.inner", kind="pinned", numbers=("num_tokens", "loss_sum"))  # the half that runs on the device
+# The half that runs on the device.
+@task("diloco.inner", kind="pinned", numbers=("num_tokens", "loss_sum", "num_steps"))
 def inner(
     replica: Replica, *, theta: Vector, num_steps: int, progress: tuple[float, float], mean_steps: int = 0
 ) -> Result:
     replica.load(theta)
     start, stop = progress
-    steps = [replica.train_step(progress=start + (stop - start) * i / num_steps) for i in range(num_steps)]
+    steps: list[Step] = []
+    while len(steps) < num_steps and not (steps and replica.is_cut_short):
+        steps.append(replica.train_step(progress=start + (stop - start) * len(steps) / num_steps))
     num_tokens = sum(s.num_tokens for s in steps)
     loss_sum = sum(s.loss * s.num_tokens for s in steps)
     delta = theta - replica.params()
-    if mean_steps not in (0, num_steps):  # the fleet's mean; 0 where all take as many
-        delta = (mean_steps / num_steps) * delta
-    return Result({"num_tokens": num_tokens, "loss_sum": loss_sum}, {"delta": delta})
+    if mean_steps not in (0, len(steps)):  # the fleet's mean; 0 where all take as many
+        delta = (mean_steps / len(steps)) * delta
+    return Result({"num_tokens": num_tokens, "loss_sum": loss_sum, "num_steps": len(steps)}, {"delta": delta})
 
 
-class DiLoCo:  # the half that runs on the coordinator
+# The half that runs on the coordinator.
+class DiLoCo:
     Config: ClassVar[type[BaseModel]] = DiLoCoConfig
     State: ClassVar[type[State]] = DiLoCoState
 
@@ -95,10 +102,10 @@ class DiLoCo:  # the half that runs on the coordinator
         work = {
             worker: inner.bind(
                 theta=state.params, num_steps=own_steps, mean_steps=num_steps, progress=progress
-            ).granted(own_steps * sequences_per_step)
+            ).granted(own_steps * sequences_per_step, per_step=sequences_per_step)
             for worker, own_steps in steps.items()
         }
-        per_step = {worker: num_steps / own_steps for worker, own_steps in steps.items()}
+        per_step = {worker: num_steps / own_steps for worker, own_steps in steps.items()}  # H / G_i
         got = await fleet.call(
             work,
             key="inner",
@@ -113,7 +120,7 @@ class DiLoCo:  # the half that runs on the coordinator
             num_outputs=2,
             lr=config.outer_lr,
             momentum_coefficient=config.outer_momentum,
-            scale=stretch(got, per_step),
+            scale=stretch(got, steps, per_step),
         )
         num_tokens = int(got.sum("num_tokens"))
         return replace(
@@ -130,7 +137,12 @@ class DiLoCo:  # the half that runs on the coordinator
         return RoundBytes(up=run.up_bytes("delta"), down=run.down_bytes())
 
 
-def stretch(got: Replies, per_step: Mapping[WorkerId, float]) -> float:
-    """(sum_j p_j H_j) / H over those who replied; `per_step` holds H / H_j."""
-    weights = [float(reply.scalars["num_tokens"]) * per_step[reply.worker] for reply in got.replies]
-    return got.sum("num_tokens") / math.fsum(weights)
+def stretch(got: Replies, granted: Mapping[WorkerId, int], per_step: Mapping[WorkerId, float]) -> float:
+    """(sum_j p_j H_j) / H over those who replied; `granted` holds G_j, `per_step` H / G_j."""
+    weights: list[float] = []  # tokens_j / G_j, times H
+    steps: list[float] = []  # each times H_j / H
+    for reply in got.replies:
+        num_tokens, most = float(reply.scalars["num_tokens"]), granted[reply.worker]
+        weights.append(num_tokens * per_step[reply.worker])
+        steps.append(num_tokens * min(max(float(reply.scalars["num_steps"]), 1.0), most) / most)
+    return math.fsum(steps) / math.fsum(weights)

@@ -62,6 +62,11 @@ class Replica(Protocol):
         """Only in sessions."""
         ...
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the task is to end now, after at least one step, with what it has: nobody else works any more."""
+        ...
+
     def batches(self) -> Iterator[Tensor]:
         """The data this task was given, as integer [at most batch_size, seq_len + 1]; ends with a task's validation
         data, and never for training data."""

@@ -71,11 +71,17 @@ class BoundTask:
     kind: Kind
     arguments: Mapping[str, Any]
     num_sequences: int = 0  # of training data that it consumes
+    sequences_per_step: int = 0  # of which it may end after any step, 0 where it may not end early
     held_out_part: int = -1  # which part of the validation data it reads, -1 for none
 
-    def granted(self, num_sequences: int) -> BoundTask:
-        """The same work with training data: the fleet deals it, or the worker reads on in its own."""
-        return replace(self, num_sequences=num_sequences)
+    def granted(self, num_sequences: int, *, per_step: int = 0) -> BoundTask:
+        """The same work with training data: the fleet deals it, or the worker reads on in its own.
+
+        With `per_step` sequences for each step the fleet may have it end early, after a whole number of steps that the
+        scalar `num_steps` of its result tells (`Replica.is_cut_short`).
+        """
+        assert not per_step or num_sequences % per_step == 0, f"{num_sequences} sequences are no steps of {per_step}"
+        return replace(self, num_sequences=num_sequences, sequences_per_step=per_step)
 
     def held_out(self, part: int) -> BoundTask:
         """The same work on one part of the validation data."""

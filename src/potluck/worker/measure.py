@@ -75,8 +75,11 @@ def measured(
     speeds = measure(profile, folder, now=now) if kept is None else kept
     speeds = replace(speeds, codecs=(*speeds.codecs, *map(_codec_speed, missing)))
     measured_profile = replace(profile, speeds=speeds)
-    with contextlib.suppress(PotluckError, OSError):  # without a copy it is measured again
+    try:
         write_atomic(path, json.dumps({"key": _key(profile), "speeds": measured_profile.to_json()["speeds"]}).encode())
+    except (PotluckError, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        told(f"{path} cannot be written ({why}), so all is measured again next time; choose another folder")
     return measured_profile
 
 

@@ -72,6 +72,7 @@ class TorchReplica:
         self._left_over: Tensor | None = None
         self._mailbox: Mailbox | None = None
         self._cancelled = threading.Event()
+        self._is_cut_short: Callable[[], bool] = lambda: False
 
     @property
     def layout(self) -> Layout:
@@ -93,9 +94,12 @@ class TorchReplica:
 
     # What the runner does around a task
 
-    def feed(self, source: Iterable[Tensor]) -> None:
-        """The data of the next task: integer [at most batch_size, seq_len + 1]. Forgets an earlier `cancel`."""
-        self._source, self._left_over = iter(source), None
+    def feed(self, source: Iterable[Tensor], is_cut_short: Callable[[], bool] = lambda: False) -> None:
+        """The data of the next task: integer [at most batch_size, seq_len + 1]. Forgets an earlier `cancel`.
+
+        `is_cut_short` is asked after each step whether the task should end early.
+        """
+        self._source, self._left_over, self._is_cut_short = iter(source), None, is_cut_short
         self._cancelled.clear()
 
     def cancel(self) -> None:
@@ -142,6 +146,10 @@ class TorchReplica:
         self._num_steps = 0
 
     # What task functions call
+
+    @property
+    def is_cut_short(self) -> bool:
+        return self._is_cut_short()
 
     def load(self, theta: Vector | Tensor) -> None:
         self._flat.load(theta)

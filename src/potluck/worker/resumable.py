@@ -77,6 +77,11 @@ class ResumableReplica:
     def mailbox(self) -> Mailbox:
         return self._otherwise().mailbox
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Not before all that the snapshot holds was told: those steps are done, and their result is at hand."""
+        return self._found is None and self._replica.is_cut_short
+
     def load(self, theta: Vector | Tensor) -> None:
         if self._theta is None and self.is_plain:
             self._theta = theta

@@ -287,6 +287,8 @@ class Runner:
         arguments = await self._files.run(self._decode, json.loads(lease.arguments_json), operands)
         self.trainer.num_steps = self.trainer.num_batches = 0
         self.activity = ("training", 0)
+        if lease.sequences_per_step:  # whether it is late goes by when it began
+            self.changed.set()
         if cost_s := self._cost_s(lease):
             result, seconds = await self._train_modelled(function, lease, arguments, cost_s)
         else:
@@ -301,7 +303,8 @@ class Runner:
         self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any], cost_s: float
     ) -> tuple[Result, float]:
         """Where compute takes modelled time, a task of which snapshots are taken is done in pieces: each ends with a
-        snapshot and is computed once its time has passed, so that who dies meanwhile loses that piece."""
+        snapshot and is computed once its time has passed, so that who dies meanwhile loses that piece. Of one that may
+        be cut short the time passes step by step."""
         total = -(-lease.num_sequences // self._spec.inner.sequences_per_step)
         every = self._spec.snapshot_every_steps if lease.kind == "pinned" else 0
         done, stop = 0, total
@@ -309,28 +312,53 @@ class Runner:
             if every:
                 before, done = stop, await self._files.run(self.folder.snapshot.num_steps, task_name(lease))
                 stop = min(done + every, total) if before == total or done == before else total
-            started = self._clock.now()
-            await self._compute.run(_pass, cost_s=cost_s * ((stop - done) / total if total else 1.0))
+            started, cut_after = self._clock.now(), 0
+            if lease.sequences_per_step:
+                cut_after = await self._pass_steps(lease, cost_s / total, done, stop) or total
+            else:
+                await self._compute.run(_pass, cost_s=cost_s * ((stop - done) / total if total else 1.0))
+            stop_after = stop if stop < total and cut_after in (0, total) else 0
             try:
                 result = await self._compute.run(
-                    self._perform, function, lease, arguments, started, stop if stop < total else 0
+                    self._perform, function, lease, arguments, started, stop_after, cut_after
                 )
             except TaskSuspended:
                 if self.held:
                     raise
                 continue
-            if stop < total:  # it is not one that stops
+            if stop_after:  # it is not one that stops
                 await self._compute.run(_pass, cost_s=cost_s * (total - stop) / total)
             return result, self._clock.now() - started + self.trainer.seconds_before
 
+    async def _pass_steps(self, lease: pb.Lease, step_s: float, done: int, stop: int) -> int:
+        """Let the time of a task's steps pass; after how many of all it was cut short, 0 if it was not."""
+        num_steps = done
+        while not (num_steps and self._is_cut_short(lease_id(lease))):
+            if num_steps == stop:
+                return 0
+            await self._compute.run(_pass, cost_s=step_s)
+            num_steps += 1
+        return num_steps
+
+    def _is_cut_short(self, id: LeaseId) -> bool:
+        """From any thread."""
+        lease = self.wanted.get(id)
+        return lease is not None and lease.cut_short
+
     def _perform(
         self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any], begun_at: float,
-        stop_after: int = 0,
+        stop_after: int = 0, cut_after: int = 0,
     ) -> Result:  # fmt: skip
-        """In the compute thread."""
+        """In the compute thread. Where steps take modelled time, it is cut short after `cut_after` of them."""
         pinned = function.kind != "pure"
+
+        def is_cut_short() -> bool:
+            return self.trainer.num_steps >= cut_after if cut_after else self._is_cut_short(lease_id(lease))
+
         with self.sources.open(lease) as source:
-            replica = self.trainer.prepare(lease, source, pinned=pinned, begun_at=begun_at, stop_after=stop_after)
+            replica = self.trainer.prepare(
+                lease, source, pinned=pinned, begun_at=begun_at, stop_after=stop_after, is_cut_short=is_cut_short
+            )
             if lease_id(lease) not in self.wanted or self.held:
                 raise TaskCancelled  # `prepare` has forgotten a cancel that came before it
             if function.kind == "session":

@@ -20,7 +20,7 @@ from torch import Tensor
 from potluck.codecs.bundle import Bundle, write_tensors
 from potluck.protocol import pb
 from potluck.storage.digest import Hasher, digest_bytes
-from potluck.storage.files import require_free, unfinished_name
+from potluck.storage.files import unfinished_name
 from potluck.storage.spares import Spares
 from potluck.strategies.replica import Step
 from potluck.types.errors import CorruptError
@@ -58,6 +58,7 @@ def task_name(lease: pb.Lease) -> str:
     named = pb.Lease()
     named.CopyFrom(lease)
     named.ClearField("deltas")  # only how inputs travel
+    named.ClearField("cut_short")  # which may come at any time
     return digest_bytes(named.SerializeToString(deterministic=True))
 
 
@@ -94,7 +95,7 @@ class SnapshotFile:
         scratch = unfinished_name(path)
         held = size if self._spares.take(scratch, size) else 0
         try:
-            require_free(path, room_factor * size - held)
+            self._spares.require_free(path, room_factor * size - held)
             write_tensors(scratch, whole)
             scratch.replace(path)
         finally:

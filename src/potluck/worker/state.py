@@ -27,7 +27,7 @@ from torch import Tensor
 
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb
-from potluck.storage.files import remove_unfinished, require_free, write_atomic
+from potluck.storage.files import remove_unfinished, write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import CorruptError, ResourceError
 from potluck.worker.snapshots import SnapshotFile
@@ -38,11 +38,11 @@ Results = Mapping[LeaseId, pb.TaskResult]
 class RunFolder:
     """A worker's files for one run. All methods block."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, objects: ObjectStore | None = None) -> None:
         self.root = root
         self._local = root / "local"
         self._local.mkdir(parents=True, exist_ok=True)
-        self.objects = ObjectStore(root / "objects")
+        self.objects = objects or ObjectStore(root / "objects")
         self.snapshot = SnapshotFile(root, self.objects.spares)
         for folder in (root, self._local):
             remove_unfinished(folder)
@@ -68,7 +68,7 @@ class RunFolder:
         path = self._path(version)
         scratch = path.with_suffix(".tmp")
         contiguous = {name: t.contiguous() for name, t in tensors.items()}
-        require_free(path, sum(t.nbytes for t in contiguous.values()) + (1 << 16))
+        self.objects.spares.require_free(path, sum(t.nbytes for t in contiguous.values()) + (1 << 16))
         try:
             save_file(contiguous, scratch, metadata={"version": version, "scalars": json.dumps(dict(scalars))})
         except SafetensorError as error:  # what it says of a disk that someone else has filled meanwhile

@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from potluck.types.errors import PotluckError
 
 Condition = Literal["idle", "plugged-in"]
-conditions: tuple[Condition, ...] = ("idle", "plugged-in")
+conditions: tuple[Condition, ...] = get_args(Condition)
 
 patience_s = 20.0
 """How long a lease is kept by a worker that does not work on it: less than a coordinator takes for being stuck."""

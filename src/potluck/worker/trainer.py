@@ -69,17 +69,18 @@ class Trainer:
             self._replica.cancel()
 
     def prepare(
-        self, lease: pb.Lease, source: Source, *, pinned: bool, begun_at: float | None = None, stop_after: int = 0
-    ) -> TorchReplica | ResumableReplica:
+        self, lease: pb.Lease, source: Source, *, pinned: bool, begun_at: float | None = None, stop_after: int = 0,
+        is_cut_short: Callable[[], bool] = lambda: False,
+    ) -> TorchReplica | ResumableReplica:  # fmt: skip
         """The replica at the state the lease starts from, with its data. In the compute thread.
 
         A pinned task goes on from its snapshot if there is one, and stops at the first one after `stop_after` steps
-        (TaskSuspended). `begun_at` is when work on it began, if not now.
+        (TaskSuspended). `begun_at` is when work on it began, if not now. `is_cut_short`: as of `TorchReplica.feed`.
         """
         self.num_steps = self.num_batches = 0
         self._resumable = None
         batches = self._counted(source)
-        self._replica.feed(batches)
+        self._replica.feed(batches, is_cut_short)
         if not pinned:
             return self._replica
         is_whole = self._in_memory == lease.base_version or self._restore(lease.base_version)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from potluck.aggregation.config import AggregationConfig
 from potluck.codecs.bundle import write_tensors
-from potluck.coordinator.core import CheckpointConfig, Plan, ValidationConfig
 from potluck.coordinator.deck import Deck
+from potluck.coordinator.plan import CheckpointConfig, Plan, ValidationConfig
 from potluck.data.dealer import Dealer, DealState
 from potluck.data.epoch import epoch_order
 from potluck.data.shards import Shard

@@ -33,7 +33,6 @@ from potluck.storage.digest import digest_bytes, file_name
 from potluck.storage.ledger import ReplyRow
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import Op, ParamStore
-from potluck.storage.spares import Spares
 from potluck.strategies.fleet import Reduction
 from potluck.strategies.run import RunFacts
 from potluck.types.errors import CorruptError
@@ -103,22 +102,11 @@ def meta_digest(name: str, size: int) -> Digest:
     return digest_bytes(f"{name}/{size}".encode())
 
 
-class NoSpares(Spares):
-    """Nothing is kept where there are no files."""
-
-    def __init__(self) -> None:
-        pass
-
-    def clear(self) -> int:
-        return 0
-
-
 class MetaObjects(ObjectStore):
     """Objects that have a size and no bytes."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.durable = root, True  # no file of it has to be looked after
-        self.spares = NoSpares()
+        super().__init__(root, durable=True)  # no file of it has to be looked after
         self._sizes: dict[Digest, int] = {}
 
     def place(self, digest: Digest, size: int) -> Digest:
@@ -160,8 +148,7 @@ class MetaParams(ParamStore):
     """Vectors that have a name and a length; each is one fragment."""
 
     def __init__(self, root: Path, machine: CoordinatorMachine, meter: Meter) -> None:
-        self.root, self.durable = root, True
-        self.spares = NoSpares()
+        super().__init__(root, durable=True)
         self._machine, self.meter = machine, meter
         self._vectors: set[Params] = set()
         self._means: dict[Params, float] = {}  # seconds to read those that are computed when they are read
@@ -276,11 +263,13 @@ class MetaUpdates(Updates):
 class MetaCheckpoints(Checkpoints):
     """Checkpoints of which only the names are kept."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep, self.skipped = folder, keep, ()
+    def __init__(self, folder: Path, params: ParamStore, *, keep: int) -> None:
+        super().__init__(folder, params, keep=keep)
         self._names: tuple[str, ...] = ()
 
-    def save(self, name: str, manifest: Mapping[str, Any], handles: Mapping[str, Params]) -> Path:
+    def save(
+        self, name: str, manifest: Mapping[str, Any], handles: Mapping[str, Params], *, prune: bool = True
+    ) -> Path:
         self._names = (*self._names, name)[-self.keep :]
         return self.folder / name
 
@@ -305,7 +294,7 @@ class MetaKit(Kit):
         return self._params
 
     def checkpoints(self, folder: Path, params: ParamStore, *, keep: int) -> MetaCheckpoints:
-        return MetaCheckpoints(folder, keep)
+        return MetaCheckpoints(folder, params, keep=keep)
 
     def publisher(
         self, run: RunFacts, params: ParamStore, objects: ObjectStore, folder: Path, executor: Executor

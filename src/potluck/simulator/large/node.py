@@ -10,9 +10,17 @@ from pathlib import Path
 
 from potluck.clock import Clock
 from potluck.simulator.fleets import Machine
-from potluck.simulator.meta_worker import Deeds, DeviceCompute, Inline, MetaFolder, MetaRunner, MetaSources, MetaTrainer
-from potluck.simulator.report import Span
-from potluck.simulator.site import FluidMover, Phase, Site
+from potluck.simulator.large.meta_worker import (
+    Deeds,
+    DeviceCompute,
+    Inline,
+    MetaFolder,
+    MetaRunner,
+    MetaSources,
+    MetaTrainer,
+)
+from potluck.simulator.large.network import FluidMover, FluidNetwork, Phase
+from potluck.simulator.large.report import PhaseSpan
 from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Connection
 from potluck.types.profile import DeviceProfile
@@ -28,11 +36,11 @@ class Ground:
     """What all devices of a run have in common."""
 
     clock: Clock
-    site: Site
+    network: FluidNetwork
     spec: RunSpec
     deeds: Deeds
-    folder: Path  # in names only
-    timeline: list[Span] = field(default_factory=list[Span])
+    folder: Path  # of all devices: none keeps anything there
+    timeline: list[PhaseSpan] = field(default_factory=list[PhaseSpan])
 
 
 class Node:
@@ -40,9 +48,9 @@ class Node:
 
     def __init__(self, ground: Ground, number: int, machine: Machine) -> None:
         self._ground, self._number, self.machine = ground, number, machine
-        self._folder = MetaFolder(ground.folder / machine.id)
+        self._folder = MetaFolder(ground.folder)
         self.compute = DeviceCompute(ground.clock, machine.flops * machine.duty, partial(self._passed, "compute"))
-        self._mover = FluidMover(ground.site, machine, self._folder.objects, self._passed)
+        self._mover = FluidMover(ground.network, machine, self._folder.places, self._passed)
         self.phase_s: dict[Phase, float] = dict.fromkeys(("receive", "compute", "send"), 0.0)
         self.num_starts = 0
         self._agent: Agent | None = None
@@ -53,11 +61,11 @@ class Node:
             return
         self.num_starts += 1
         machine, clock, spec = self.machine, self._ground.clock, self._ground.spec
-        self._ground.site.refuse(machine.id, is_away=False)
+        self._ground.network.refuse(machine.id, is_away=False)
         self.compute.slow_down(1.0)
 
         async def connect() -> Connection:
-            return await self._ground.site.connect(machine)
+            return await self._ground.network.connect(machine)
 
         profile = DeviceProfile(device="cpu", device_name=machine.device, free_memory_bytes=int(machine.memory_bytes))
         allowed = ((spec.strategy, spec.strategy_digest),) if spec.strategy_digest else ()
@@ -73,7 +81,7 @@ class Node:
         runner = MetaRunner(
             ground.deeds, folder=self._folder, compute=self.compute,
             trainer=MetaTrainer(self._folder, ground.deeds.layout, self.compute, self._begins),
-            sources=MetaSources(spec=ground.spec, objects=self._folder.objects), link=link, clock=ground.clock,
+            sources=MetaSources(spec=ground.spec, objects=self._folder.places), link=link, clock=ground.clock,
             files=Inline(), note=agent.note,
         )  # fmt: skip
         await runner.restore()
@@ -85,19 +93,19 @@ class Node:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        self._ground.site.cut(self.machine.id)
+        self._ground.network.cut(self.machine.id)
 
     def freeze(self) -> None:
         """It does nothing any more, and nobody knows yet."""
-        self._ground.site.refuse(self.machine.id, is_away=True)
-        self._ground.site.stop_transfers(self.machine.id)
+        self._ground.network.refuse(self.machine.id, is_away=True)
+        self._ground.network.stop_transfers(self.machine.id)
         self.compute.slow_down(math.inf)
 
     def _begins(self) -> None:
-        self._ground.site.seen(self.machine.id, "training")
+        self._ground.network.seen(self.machine.id, "training")
         if self.compute.is_hung:
-            self._ground.site.stalled(self.machine.id)
+            self._ground.network.stalled(self.machine.id)
 
     def _passed(self, phase: Phase, start_s: float, stop_s: float) -> None:
         self.phase_s[phase] += stop_s - start_s
-        self._ground.timeline.append(Span(self._number, phase, start_s, stop_s))
+        self._ground.timeline.append(PhaseSpan(self._number, phase, start_s, stop_s))

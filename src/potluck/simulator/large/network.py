@@ -1,6 +1,6 @@
 """The network of a large simulation: control messages one by one, objects as one fluid operation each.
 
-The coordinator's own link is shared by all transfers, max-min fair (`simulator.fluid`); a device's link bounds its own.
+The coordinator's own link is shared by all transfers, max-min fair (`fluid`); a device's link bounds its own.
 Who may fetch and store what is decided by the shipping service. A transfer goes on where it stopped.
 
 Liveness of undisturbed devices costs no messages: they are vouched for, and what their heartbeats would have told of
@@ -22,8 +22,8 @@ from potluck.fleet.roster import missed_heartbeats, most_reports_per_s
 from potluck.protocol import pb
 from potluck.protocol.frames import CHUNK_BYTES, CHUNK_HEADER_BYTES
 from potluck.simulator.fleets import Machine
-from potluck.simulator.fluid import Flow, SharedLink
-from potluck.simulator.meta import CoordinatorMachine, MetaObjects
+from potluck.simulator.large.fluid import Flow, SharedLink
+from potluck.simulator.large.meta import CoordinatorMachine, MetaObjects
 from potluck.storage.objects import ObjectStore
 from potluck.transport.connection import Connection, Peer, Traffic
 from potluck.transport.memory import Link, MemoryNetwork
@@ -59,7 +59,7 @@ class Moved:
     down_bytes: float = 0.0
 
 
-class Site:
+class FluidNetwork:
     """One coordinator's service, at most one at a time, and the devices that reach it."""
 
     def __init__(self, clock: Clock, machine: CoordinatorMachine, objects: MetaObjects, heartbeat_s: float) -> None:
@@ -215,21 +215,21 @@ class FluidMover:
     """A device's way to move objects: a `worker.link.Mover`."""
 
     def __init__(
-        self, site: Site, machine: Machine, objects: MetaObjects, told: Callable[[Phase, float, float], None]
+        self, network: FluidNetwork, machine: Machine, objects: MetaObjects, told: Callable[[Phase, float, float], None]
     ) -> None:
-        self._site, self._machine, self._objects, self._told = site, machine, objects, told
+        self._network, self._machine, self._objects, self._told = network, machine, objects, told
 
     async def fetch(
         self, connection: Connection, digest: Digest, store: ObjectStore, executor: Executor,
         on_progress: Progress | None = None,
     ) -> Path:  # fmt: skip
         if not self._objects.has(digest):
-            self._site.seen(self._machine.id, "downloading")
-            begun = self._site.clock.now()
+            self._network.seen(self._machine.id, "downloading")
+            begun = self._network.clock.now()
             try:
-                size = await self._site.get(self._machine, digest, on_progress or _silent)
+                size = await self._network.get(self._machine, digest, on_progress or _silent)
             finally:
-                self._told("receive", begun, self._site.clock.now())
+                self._told("receive", begun, self._network.clock.now())
             self._objects.place(digest, size)
         return self._objects.path(digest)
 
@@ -237,12 +237,12 @@ class FluidMover:
         self, connection: Connection, digest: Digest, path: Path, purpose: str, executor: Executor,
         on_progress: Progress | None = None,
     ) -> None:  # fmt: skip
-        self._site.seen(self._machine.id, "uploading")
-        begun = self._site.clock.now()
+        self._network.seen(self._machine.id, "uploading")
+        begun = self._network.clock.now()
         try:
-            await self._site.put(self._machine, digest, self._objects.size(digest), purpose, on_progress or _silent)
+            await self._network.put(self._machine, digest, self._objects.size(digest), purpose, on_progress or _silent)
         finally:
-            self._told("send", begun, self._site.clock.now())
+            self._told("send", begun, self._network.clock.now())
 
 
 def _silent(num_bytes: int) -> None:

@@ -32,7 +32,7 @@ from potluck.fleet.roster import LeaseId
 from potluck.planner.flops import step_work
 from potluck.planner.memory import ModelDims
 from potluck.protocol import pb
-from potluck.simulator.meta import MetaObjects, meta_digest
+from potluck.simulator.large.meta import MetaObjects, meta_digest
 from potluck.storage.digest import check_digest
 from potluck.strategies.replica import Loss, Mailbox, Replica, Step
 from potluck.strategies.run import RunSpec
@@ -73,6 +73,10 @@ class CountingReplica:
     @property
     def mailbox(self) -> Mailbox:
         raise Refused("a session needs values, and this simulation has none; use a strategy without sessions")
+
+    @property
+    def is_cut_short(self) -> bool:
+        return False
 
     def batches(self) -> Iterator[Tensor]:
         size = self._spec.inner.batch_size
@@ -220,9 +224,6 @@ class Inline:
 class NoSnapshot(SnapshotFile):
     """A task that a crash ends is begun again."""
 
-    def __init__(self) -> None:
-        pass
-
     def num_steps(self, task: str) -> int:
         return 0
 
@@ -234,9 +235,9 @@ class MetaFolder(RunFolder):
     """What a worker keeps, without a disk. It outlives the worker's process as a disk would."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.objects = MetaObjects(root / "objects")
-        self.snapshot = NoSnapshot()
+        self.places = MetaObjects(root / "objects")
+        super().__init__(root, self.places)
+        self.snapshot = NoSnapshot(root, self.places.spares)
         self._versions: set[str] = set()
         self._sent: dict[LeaseId, pb.TaskResult] = {}
         self._unsent: dict[LeaseId, pb.TaskResult] = {}
@@ -302,8 +303,9 @@ class MetaTrainer(Trainer):
         self._compute.interrupt()
 
     def prepare(
-        self, lease: pb.Lease, source: Source, *, pinned: bool, begun_at: float | None = None, stop_after: int = 0
-    ) -> Any:
+        self, lease: pb.Lease, source: Source, *, pinned: bool, begun_at: float | None = None, stop_after: int = 0,
+        is_cut_short: Callable[[], bool] = lambda: False,
+    ) -> Any:  # fmt: skip
         self._begun()
 
     def keep(self, lease: pb.Lease, source: Source) -> None:
@@ -316,11 +318,11 @@ class MetaRunner(Runner):
 
     def __init__(self, deeds: Deeds, *, folder: MetaFolder, compute: DeviceCompute, **parts: Any) -> None:
         super().__init__(spec=deeds.spec, folder=folder, compute=compute, **parts)
-        self._deeds, self._device, self._places = deeds, compute, folder.objects
+        self._deeds, self._device, self._places = deeds, compute, folder.places
 
     def _perform(
         self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any], begun_at: float,
-        stop_after: int = 0,
+        stop_after: int = 0, cut_after: int = 0,
     ) -> Result:  # fmt: skip
         with self.sources.open(lease) as source:
             self.trainer.prepare(lease, source, pinned=function.kind != "pure")

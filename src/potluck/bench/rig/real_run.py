@@ -16,8 +16,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from potluck.bench import paced
-from potluck.bench.wire import Way, Wire, WireLoop
+import potluck
+from potluck.bench.rig import paced
+from potluck.bench.rig.wire import Way, Wire, WireLoop
 
 look_s = 0.03
 
@@ -45,12 +46,12 @@ def start_command(arguments: list[str], cwd: Path, log: Path, environment: dict[
         )  # fmt: skip
 
 
-def free_ports() -> int:
+def free_port_pair() -> int:
     """A port that is free, as is the next: what `host --address` needs."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, OverflowError):  # the last port has no next
                 second.bind(("127.0.0.1", first.getsockname()[1] + 1))
                 return int(first.getsockname()[1])
 
@@ -63,7 +64,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
-class Site:
+class RealRun:
     """The run of `recipe.toml` in `folder`. Workers dial an address of loopback each, whose ports are their wire's.
 
     Such addresses are Linux's only. Each worker is a machine of its own: it shares no cache with the others.
@@ -77,7 +78,7 @@ class Site:
         self._processes: list[Process] = []
         self.speeds = speeds  # of this machine, once a worker has measured them
         self._loop, self._start = loop, start
-        self._port, self._seen_port = free_ports(), free_ports()
+        self._port, self._seen_port = free_port_pair(), free_port_pair()
 
     def start_host(self, *arguments: str, **environment: str) -> float:
         """Start the coordinator, or start it again; when it listens, in seconds since 1970."""
@@ -158,7 +159,7 @@ class Site:
 
     # Waiting
 
-    def wait(self, until: Callable[[], object], what: str, *, timeout_s: float = 90.0) -> None:
+    def wait(self, until: Callable[[], object], what: str, *, timeout_s: float = 90.0, every_s: float = look_s) -> None:
         """TimeoutError with what the processes said."""
         deadline = time.monotonic() + timeout_s
         while not until():
@@ -166,7 +167,7 @@ class Site:
                 said = "\n".join(f"{name or 'host'}: {self.log(name)[-800:]}" for name in ("", *self.workers))
                 last = "\n".join(str(event) for event in events(self.run)[-12:])
                 raise TimeoutError(f"no {what} in {timeout_s:.0f} s\n{last}\n{said}")
-            time.sleep(look_s)
+            time.sleep(every_s)
 
     def wait_round(self, *names: str, more: int = 1, timeout_s: float = 90.0) -> dict[str, Any]:
         """As many more rounds of exactly these workers; the last of them."""
@@ -185,17 +186,34 @@ class Site:
 
 
 @contextmanager
-def site(folder: Path, loop: WireLoop, *, start: Start = start_command, speeds: bytes = b"") -> Iterator[Site]:
+def real_run(folder: Path, loop: WireLoop, *, start: Start = start_command, speeds: bytes = b"") -> Iterator[RealRun]:
     """Everything is ended at the end."""
-    made = Site(folder, loop, start=start, speeds=speeds)
+    made = RealRun(folder, loop, start=start, speeds=speeds)
     try:
         yield made
     finally:
         made.close()
 
 
+def tiny_recipe(name: str, data: str = 'shared = "texts"', **sections: str) -> str:
+    """The recipe of a run of seconds. `sections` replace whole sections by name; an empty one leaves it out."""
+    parts = {
+        "model": 'config = { model_type = "gpt2", n_layer = 2, n_embd = 32, n_head = 2, n_positions = 32 }',
+        "data": f'{data}\ntokenizer = {{ train = "bpe", vocab_size = 300 }}\nseq_len = 32\nvalidation = 0.1',
+        "budget": "rounds = 4",
+        "strategy": 'name = "diloco"\nnum_inner_steps = 5\nouter_momentum = 0.6\n'
+        "inner = { lr = 5e-3, batch_size = 4, warmup = 0.0 }",
+        "codec": 'up = "int8"\ndown = "bf16"',
+        "fleet": "min_workers = 2\nheartbeat_s = 1.5\nreconnect_s = 4.0",
+        "validation": "every_rounds = 2",
+        **sections,
+    }
+    body = "\n\n".join(f"[{section}]\n{text}" for section, text in parts.items() if text)
+    return f'name = "{name}"\nseed = 3\n\n{body}\n'
+
+
 def write_corpus(folder: Path) -> None:
     """Text to train on that is here wherever Potluck is: a part of its own source."""
     folder.mkdir()
-    for path in sorted((Path(paced.__file__).parent.parent / "strategies").glob("*.py")):
+    for path in sorted((Path(potluck.__file__).parent / "strategies").glob("*.py")):
         shutil.copyfile(path, folder / f"{path.stem}.txt")

@@ -1,7 +1,8 @@
 """Large fleets: a run of a big model on thousands of machines, in seconds and without the model.
 
 The coordinator's core, loop, service and fleet, the workers' agents and runners and the strategy are those that ship.
-Modelled is what lies below: values (`meta`), computation (`meta_worker`), how objects move and signs of life (`site`).
+Modelled is what lies below: values (`meta`), computation (`meta_worker`), how objects move and signs of life
+(`network`).
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from pathlib import Path
 import torch
 
 from potluck.clock import Lanes, VirtualClock, run_virtual
-from potluck.coordinator.core import Coordinator, Plan
+from potluck.coordinator.core import Coordinator
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event
 from potluck.coordinator.loop import train
+from potluck.coordinator.plan import Plan
 from potluck.coordinator.service import CoordinatorService
 from potluck.planner.cost import Phases, energy_j
 from potluck.planner.memory import ModelDims, training_memory
-from potluck.simulator.device_faults import DeviceFault
 from potluck.simulator.fleets import Device, Machine, machines
-from potluck.simulator.meta import CoordinatorMachine, MetaKit, MetaObjects, MeteredExecutor
-from potluck.simulator.meta_worker import Deeds, Inline
-from potluck.simulator.node import Ground, Node, quiet_heartbeat_s
-from potluck.simulator.report import DeviceReport, ScaleReport
-from potluck.simulator.site import Moved, Site
+from potluck.simulator.large.device_faults import DeviceFault
+from potluck.simulator.large.meta import CoordinatorMachine, MetaKit, MetaObjects, MeteredExecutor
+from potluck.simulator.large.meta_worker import Deeds, Inline
+from potluck.simulator.large.network import FluidNetwork, Moved
+from potluck.simulator.large.node import Ground, Node, quiet_heartbeat_s
+from potluck.simulator.large.report import DeviceReport, ScaleReport
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.registry import install_tasks
 from potluck.strategies.state import State
@@ -63,7 +65,9 @@ def simulate_scale(
     kin are in `stopped`, not raised.
     """
     with tempfile.TemporaryDirectory(prefix="potluck-scale-") as name, _rare_collections():
-        fleet = Fleet(plan, machines(devices, seed=seed), Path(name), coordinator or CoordinatorMachine(), told=told)
+        fleet = SimulatedFleet(
+            plan, machines(devices, seed=seed), Path(name), coordinator or CoordinatorMachine(), told=told
+        )
         return run_virtual(fleet.play(faults, make_deck or _no_data))
 
 
@@ -85,7 +89,7 @@ def _no_data(_: ObjectStore) -> Deck:
     return Deck([], [], seed=0, shared=False)
 
 
-class Fleet:
+class SimulatedFleet:
     """A run and its machines."""
 
     def __init__(
@@ -102,8 +106,8 @@ class Fleet:
         install_tasks(plan.spec.strategy)
         self.events: list[Event] = []
         self._objects = MetaObjects(folder / "objects")
-        self.site = Site(self.clock, machine, self._objects, heartbeat_s)
-        self._ground = Ground(self.clock, self.site, plan.spec, Deeds(plan.spec, plan.layout), folder)
+        self.network = FluidNetwork(self.clock, machine, self._objects, heartbeat_s)
+        self._ground = Ground(self.clock, self.network, plan.spec, Deeds(plan.spec, plan.layout), folder / "devices")
         unfit = _too_small(plan, fleet)
         self.unfit = tuple(m.id for m in fleet if m.id in unfit)
         fitting = [m for m in fleet if m.id not in unfit]
@@ -118,8 +122,8 @@ class Fleet:
             self.plan, self.folder, deck=make_deck(self._objects), objects=self._objects, clock=self.clock,
             lanes=Lanes(ledger, ledger, compute), on_event=self._heard, kit=kit,
         )  # fmt: skip
-        run.traffic = self.site.traffic
-        self.site.open(CoordinatorService(run))
+        run.traffic = self.network.traffic
+        self.network.open(CoordinatorService(run))
         watching = asyncio.create_task(run.fleet.watch())
         training = asyncio.create_task(self._train(run))
         for node in self.nodes.values():
@@ -142,7 +146,7 @@ class Fleet:
             results = await asyncio.gather(training, waiting, happening, watching, return_exceptions=True)
             for node in self.nodes.values():
                 await node.stop()
-            await self.site.close()
+            await self.network.close()
             given = {row["id"]: row for row in run.contributions()}
             await run.close()
         for error in results:
@@ -179,7 +183,7 @@ class Fleet:
                     case "slow":
                         node.compute.slow_down(fault.factor)
                         if math.isinf(fault.factor):
-                            self.site.stalled(fault.device)
+                            self.network.stalled(fault.device)
                     case "return":
                         await node.stop()
                         node.switch_on()
@@ -199,7 +203,7 @@ class Fleet:
         return f"nobody comes any more: {run.fleet.phase}"
 
     async def _miss(self, node: Node, start: int) -> None:
-        await self.clock.sleep(self.site.silence_s)
+        await self.clock.sleep(self.network.silence_s)
         if node.num_starts == start:  # it was not switched on again meanwhile
             await node.stop()
 
@@ -225,7 +229,7 @@ class Fleet:
         )
 
     def _device_report(self, node: Node, seconds: float, given: dict[str, int]) -> DeviceReport:
-        machine, moved = node.machine, self.site.moved.get(node.machine.id, Moved())
+        machine, moved = node.machine, self.network.moved.get(node.machine.id, Moved())
         busy_s = sum(node.phase_s.values())
         phases = Phases(
             compute_s=node.phase_s["compute"], send_s=node.phase_s["send"], receive_s=node.phase_s["receive"],

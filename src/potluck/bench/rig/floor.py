@@ -10,7 +10,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ import grpc.aio
 import numpy as np
 
 piece_bytes = 1 << 20
+patience_s = 300.0
 _options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -60,9 +61,14 @@ class _Server:
                 self.turned.notify_all()
         return b""
 
-    async def finished(self) -> None:
-        async with self.turned:
-            await self.turned.wait_for(lambda: self.round == self.num_rounds)
+    async def finished(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
+        """RuntimeError if a worker dies on the way, TimeoutError if a round does not end in `patience_s`."""
+        while (round := self.round) < self.num_rounds:
+            async with asyncio.timeout(patience_s):
+                while self.round == round:
+                    if failed := [w.returncode for w in workers if w.poll()]:
+                        raise RuntimeError(f"a worker of the floor ended with {failed[0]} in round {round + 1}")
+                    await asyncio.sleep(0.1)
 
 
 async def _serve(numel: int, num_workers: int, num_rounds: int) -> list[float]:
@@ -75,10 +81,10 @@ async def _serve(numel: int, num_workers: int, num_rounds: int) -> list[float]:
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("floor", methods)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    command = [sys.executable, "-m", "potluck.bench.floor", f"127.0.0.1:{port}", str(numel), str(num_rounds)]
+    command = [sys.executable, "-m", "potluck.bench.rig.floor", f"127.0.0.1:{port}", str(numel), str(num_rounds)]
     workers = [subprocess.Popen(command) for _ in range(num_workers)]
     try:
-        await state.finished()
+        await state.finished(workers)
         await asyncio.to_thread(lambda: [worker.wait(30) for worker in workers])
     finally:
         for worker in workers:

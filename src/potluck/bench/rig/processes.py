@@ -24,7 +24,7 @@ variable = "POTLUCK_BENCH_ROLE"
 RoleOf = Callable[[psutil.Process], str | None]
 
 
-class Watch:
+class Sampler:
     """Memory and CPU by role, of the processes to which `role_of` gives one."""
 
     def __init__(self, role_of: RoleOf) -> None:
@@ -73,7 +73,7 @@ class Watch:
         return dict(total)
 
     @contextmanager
-    def running(self) -> Iterator[Watch]:
+    def running(self) -> Iterator[Sampler]:
         """Samples from a thread until it is left."""
         over = threading.Event()
 

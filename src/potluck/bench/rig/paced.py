@@ -44,7 +44,7 @@ class _Slow:
         return step
 
 
-@task("paced.inner", kind="pinned", numbers=("num_tokens", "loss_sum"))
+@task("paced.inner", kind="pinned", numbers=diloco.inner.numbers)
 def inner(replica: Replica, *, step_s: float, **arguments: Any) -> Result:
     return diloco.inner.function(_Slow(replica, step_s), **arguments)
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from potluck.simulator.faults import KINDS, WORKERS_ONLY, Fault, coordinator, draw
-from potluck.simulator.fuzz import case_of, fuzz, play_seed
+from potluck.simulator.exact.faults import KINDS, WORKERS_ONLY, Fault, coordinator, draw
+from potluck.simulator.exact.fuzz import case_of, fuzz, play_seed
 
 # A killed process closes nothing.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

@@ -59,7 +59,8 @@ class Child:
 class Nursery:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "potluck.bench.nursery"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "potluck.bench.rig.nursery"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0", "OMP_WAIT_POLICY": "PASSIVE"},
         )  # fmt: skip
         self._children: list[Child] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from potluck.simulator.report import ScaleReport, Span
+from potluck.simulator.large.report import PhaseSpan, ScaleReport
 
 colours = {"receive": "#4c78a8", "compute": "#54a24b", "send": "#e45756"}
 most_rows = 60
@@ -17,7 +17,7 @@ def timeline_svg(report: ScaleReport, title: str) -> str:
     """Of more than `most_rows` machines every so manieth is drawn."""
     every = max(1, -(-len(report.devices) // most_rows))
     shown = list(range(0, len(report.devices), every))
-    by_device: dict[int, list[Span]] = {number: [] for number in shown}
+    by_device: dict[int, list[PhaseSpan]] = {number: [] for number in shown}
     for span in report.timeline:
         if span.device in by_device:
             by_device[span.device].append(span)
@@ -55,13 +55,13 @@ def timeline_svg(report: ScaleReport, title: str) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _merged(spans: Sequence[Span], gap_s: float) -> list[Span]:
+def _merged(spans: Sequence[PhaseSpan], gap_s: float) -> list[PhaseSpan]:
     """Neighbours of one phase that nobody could tell apart, as one."""
-    found: list[Span] = []
+    found: list[PhaseSpan] = []
     for span in spans:
         last = found[-1] if found else None
         if last is not None and last.phase == span.phase and span.start_s - last.stop_s <= gap_s:
-            found[-1] = Span(span.device, span.phase, last.start_s, max(last.stop_s, span.stop_s))
+            found[-1] = PhaseSpan(span.device, span.phase, last.start_s, max(last.stop_s, span.stop_s))
         else:
             found.append(span)
     return found

@@ -15,15 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from potluck.clock import Clock, Executor, Lanes
-from potluck.coordinator.core import Coordinator, Plan
+from potluck.coordinator.core import Coordinator
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event
 from potluck.coordinator.loop import train
+from potluck.coordinator.plan import Plan
 from potluck.coordinator.service import CoordinatorService
 from potluck.protocol import pb
 from potluck.protocol.frames import CHUNK_HEADER_BYTES, unpack_chunk
-from potluck.simulator.lives import Fate, Life, LifeExecutor
-from potluck.simulator.networks import Modelled, Network
+from potluck.simulator.exact.lives import Fate, Life, LifeExecutor
+from potluck.simulator.exact.networks import Modelled, Network
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import RunSpec
 from potluck.strategies.state import State

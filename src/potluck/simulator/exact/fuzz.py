@@ -7,6 +7,7 @@ faults. So a failing seed is replayed by its number alone.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import tempfile
@@ -24,16 +25,16 @@ import torch
 
 from potluck.aggregation.config import AggregationConfig
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.coordinator.core import CheckpointConfig, ValidationConfig
 from potluck.coordinator.events import Event
+from potluck.coordinator.plan import CheckpointConfig, ValidationConfig
 from potluck.fleet.config import FleetConfig
 from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
-from potluck.simulator.faults import KINDS, Chaos, Fault, Kind, coordinator, draw
-from potluck.simulator.invariants import Violated, Witness
-from potluck.simulator.lives import own_tasks
-from potluck.simulator.problem import Problem
-from potluck.simulator.world import World
+from potluck.simulator.exact.faults import KINDS, Chaos, Fault, Kind, coordinator, draw
+from potluck.simulator.exact.invariants import Violated, Witness
+from potluck.simulator.exact.lives import own_tasks
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
@@ -43,6 +44,7 @@ from potluck.types.errors import PotluckError, RunStopped
 most_virtual_s = 4 * 3600.0
 most_real_s = 120.0
 look_interval_s = 0.25
+_shared_memory = "/dev/shm"
 strategies = ("diloco", "sync_sgd")
 
 
@@ -65,6 +67,7 @@ class Case:
     links: tuple[Link, ...]  # of each worker
     seconds: tuple[float, ...]  # that each worker takes for four sequences
     faults: tuple[Fault, ...]
+    reconnect_s: float = 6.0
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -81,11 +84,17 @@ class Verdict:
     virtual_s: float = 0.0
     struck: tuple[Fault, ...] = ()
     num_points: int = 0
+    num_cut_short: int = 0  # tasks that ended early because they were late
     history: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def is_good(self) -> bool:
         return self.outcome != "violated"
+
+
+def _in_memory() -> str | None:
+    """A folder without a disk behind it, where the system has one: the disks of these worlds need not outlive them."""
+    return _shared_memory if os.access(_shared_memory, os.W_OK) else None
 
 
 def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind] = KINDS) -> Case:
@@ -102,7 +111,7 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
     up, down = chance.choice(
         (("fp32", "fp32"), ("int8+ef", "fp32"), ("int8+ef", "bf16"), ("topk(6.25%)+ef", "int8-delta"), ("bf16", "bf16"))
     )
-    return Case(
+    case = Case(
         seed=seed,
         strategy=chance.choice(tuple(only)),
         num_rounds=chance.choice((2, 3, 4)),
@@ -125,6 +134,24 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
             kinds=kinds,
         ),
     )
+    return case if case.balance == "none" or case.strategy != "diloco" else _with_late_work(case, chance, kinds)
+
+
+def _with_late_work(case: Case, chance: random.Random, kinds: Sequence[Kind]) -> Case:
+    """Who is late is known from the third round on, and only work of several steps can end early: so more of both, and
+    faults that hold workers up there."""
+    holding_up: list[Kind] = [kind for kind in ("crash", "hang", "slow", "partition") if kind in kinds]
+    faults = tuple(
+        Fault(
+            machine=chance.choice(case.workers), kind=chance.choice(holding_up), point=chance.randrange(200, 1000),
+            lasts_s=round(10 ** chance.uniform(0.0, 1.5), 2),
+        )
+        for _ in range(3 if holding_up else 0)
+    )  # fmt: skip
+    return replace(
+        case, num_rounds=case.num_rounds + 2, num_inner_steps=3 * case.num_inner_steps, reconnect_s=30.0,
+        faults=(*case.faults, *faults),
+    )  # fmt: skip
 
 
 def play_seed(
@@ -150,6 +177,7 @@ class Fuzzed:
     num_seeds: int
     outcomes: dict[str, int]
     struck: dict[str, int]  # faults by kind and by where
+    num_cut_short: int
     virtual_s: float
     violated: tuple[Verdict, ...]
 
@@ -158,6 +186,7 @@ class Fuzzed:
             "seeds": self.num_seeds,
             "outcomes": self.outcomes,
             "faults": self.struck,
+            "cut_short": self.num_cut_short,
             "virtual_hours": round(self.virtual_s / 3600.0, 2),
             "violations": [{"seed": v.seed, "violation": v.detail} for v in self.violated],
         }
@@ -180,6 +209,7 @@ def fuzz(
         num_seeds=len(verdicts),
         outcomes=dict(sorted(Counter(v.outcome for v in verdicts).items())),
         struck=dict(sorted(kinds_struck(verdicts).items())),
+        num_cut_short=sum(v.num_cut_short for v in verdicts),
         virtual_s=sum(v.virtual_s for v in verdicts),
         violated=tuple(v for v in verdicts if not v.is_good),
     )
@@ -217,7 +247,7 @@ class _Play:
         self._violation = ""
 
     def run(self) -> Verdict:
-        with tempfile.TemporaryDirectory(prefix="potluck-fuzz-") as folder, _at_most(most_real_s):
+        with tempfile.TemporaryDirectory(prefix="potluck-fuzz-", dir=_in_memory()) as folder, _at_most(most_real_s):
             return run_virtual(self._run(Path(folder)))
 
     def differs(self, calm: _Play) -> str | None:
@@ -252,13 +282,15 @@ class _Play:
         await self._let_go()
         return Verdict(
             seed=case.seed, outcome=outcome, detail=detail, virtual_s=virtual_s, struck=tuple(self.chaos.struck),
-            num_points=sum(self.chaos.points.values()), history=tuple(self._history),
+            num_points=sum(self.chaos.points.values()), num_cut_short=self.witness.num_cut_short,
+            history=tuple(self._history),
         )  # fmt: skip
 
     def _problem(self) -> Problem:
         case = self.case
         fleet = FleetConfig(
             min_workers=case.min_workers,
+            reconnect_s=case.reconnect_s,
             no_progress_s=60.0,
             quarantine_s=30.0,
             max_discarded_rounds=20,

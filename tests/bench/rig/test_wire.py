@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from potluck.bench.wire import Way, Wire
+from potluck.bench.rig.wire import Way, Wire
 
 Use = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -10,7 +10,7 @@ import pytest
 
 from potluck.clock import VirtualClock, run_virtual
 from potluck.planner.cost import shared_s
-from potluck.simulator.fluid import Flow, SharedLink
+from potluck.simulator.large.fluid import Flow, SharedLink
 
 
 async def ends_of(amounts: list[float], rates: list[float], capacity: float) -> list[float]:

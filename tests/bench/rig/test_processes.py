@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from potluck.bench.processes import Marked, Watch
+from potluck.bench.rig.processes import Marked, Sampler
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a process needs more of its environment there")
 
@@ -47,14 +47,14 @@ def test_children_in_other_sessions_are_found_and_ended_and_no_others() -> None:
 
 def test_memory_and_cpu_are_by_role_and_outlive_the_process() -> None:
     marked = Marked()
-    watch = Watch(marked.role_of)
+    sampler = Sampler(marked.role_of)
     with left_behind(marked, "server"):
         deadline = time.monotonic() + 20
-        while watch.peak_bytes.get("server", 0) < 60_000_000 and time.monotonic() < deadline:
-            watch.look()
+        while sampler.peak_bytes.get("server", 0) < 60_000_000 and time.monotonic() < deadline:
+            sampler.look()
             time.sleep(0.02)
-        spent = watch.cpu_s()["server"]
-    watch.look()
-    assert 60_000_000 <= watch.peak_bytes["server"] < 200_000_000
-    assert set(watch.peak_bytes) == {"server"}
-    assert 0.0 < spent <= watch.cpu_s()["server"] < 10.0
+        spent = sampler.cpu_s()["server"]
+    sampler.look()
+    assert 60_000_000 <= sampler.peak_bytes["server"] < 200_000_000
+    assert set(sampler.peak_bytes) == {"server"}
+    assert 0.0 < spent <= sampler.cpu_s()["server"] < 10.0

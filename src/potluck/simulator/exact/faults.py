@@ -11,11 +11,11 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from potluck.protocol.frames import CHUNK_HEADER_BYTES
-from potluck.simulator.lives import Killed, Life, no_space
-from potluck.simulator.world import World, is_chunk
+from potluck.simulator.exact.lives import Killed, Life, no_space
+from potluck.simulator.exact.world import World, is_chunk
 from potluck.types.errors import ResourceError
 from potluck.types.ids import WorkerId
 
@@ -23,10 +23,7 @@ Kind = Literal[
     "crash", "torn", "wiped", "hang", "slow", "partition", "cut", "corrupt", "duplicate", "delay", "full", "clock",
     "leave",
 ]  # fmt: skip
-KINDS: tuple[Kind, ...] = (
-    "crash", "torn", "wiped", "hang", "slow", "partition", "cut", "corrupt", "duplicate", "delay", "full", "clock",
-    "leave",
-)  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)
 WORKERS_ONLY: frozenset[Kind] = frozenset({"wiped", "leave", "corrupt"})
 """A coordinator that loses its disk has lost the run; bits flip on a worker's side of a link."""
 coordinator = "coordinator"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from potluck.planner.cost import Phases
-from potluck.simulator.site import Phase
+from potluck.simulator.large.network import Phase
 from potluck.types.ids import WorkerId
 
 
 @dataclass(frozen=True)
-class Span:
+class PhaseSpan:
     """One phase of one device, in seconds of the run."""
 
     device: int  # its place among the report's devices
@@ -50,7 +50,7 @@ class ScaleReport:
     num_lost: int  # pieces of work that were given up
     coordinator_compute_s: float
     coordinator_energy_j: float | None
-    timeline: tuple[Span, ...]
+    timeline: tuple[PhaseSpan, ...]
 
     @property
     def up_bytes(self) -> float:

@@ -38,6 +38,8 @@ from potluck.types.params import Fragment, Params
 
 Position = tuple[int, str, int]
 """epoch, shard, sequence"""
+Counted = tuple[int, tuple[Position, ...]]
+"""How many sequences a task was granted, and those it trained."""
 
 
 class Violated(AssertionError):
@@ -52,7 +54,8 @@ class Witness:
         self._state: State | None = None  # of the last commit that was seen
         self._values: dict[str, Tensor] = {}  # its vectors by the names of its handles
         self._trained: list[set[Position]] = []  # by round
-        self.counted: list[dict[str, tuple[Position, ...]]] = []  # by round: what counted, and the data it was made of
+        self.counted: list[dict[str, Counted]] = []  # by round: what counted, and the data it was made of
+        self.num_cut_short = 0  # tasks that ended before all they were granted was trained
         self.num_commits = 0
 
     @property
@@ -79,6 +82,7 @@ class Witness:
         self.look(run)
         if self.num_commits != num_rounds:
             raise Violated(f"{num_rounds} rounds are said to be committed and {self.num_commits} are written down")
+        self._check_nothing_is_kept(run)
 
     def look(self, run: Coordinator) -> None:
         """Check every commit since the last look, and the books."""
@@ -128,20 +132,24 @@ class Witness:
 
     def _check_data(self, run: Coordinator, round: int, attempt: int, rows: Mapping[str, ReplyRow]) -> None:
         trained: set[Position] = set()
-        counted: dict[str, tuple[Position, ...]] = {}
+        counted: dict[str, Counted] = {}
         before: set[Position] = set().union(*self._trained)
         for lease in run.ledger.leases(round, attempt):
             row = rows.get(lease.key)
             if row is None or row.worker != lease.worker or lease.status != "replied":
                 continue
             message = pb.Lease.FromString(lease.lease)
-            own = [(s.epoch, s.shard, i) for s in message.spans for i in range(s.start, s.stop)]
+            granted = [(s.epoch, s.shard, i) for s in message.spans for i in range(s.start, s.stop)]
+            own = granted
+            if message.sequences_per_step:  # it may have been cut short: then only the first of them were trained
+                own = granted[: int(row.scalars["num_steps"]) * message.sequences_per_step]
+                self.num_cut_short += len(own) < len(granted)
             if len(own) * self._seq_len != int(row.scalars["num_tokens"]):
                 raise Violated(f"{lease.key} read {len(own)} sequences and counts {row.scalars['num_tokens']} tokens")
             if twice := [p for p in own if p in before or p in trained]:
                 raise Violated(f"{lease.key} of round {round} trained {twice[0]} a second time")
             trained.update(own)
-            counted[lease.key] = tuple(own)
+            counted[lease.key] = (len(granted), tuple(own))
         if sum(int(row.scalars["num_tokens"]) for row in rows.values()) != len(trained) * self._seq_len:
             raise Violated(f"round {round} counts tokens without data")
         self._trained.append(trained)
@@ -196,6 +204,14 @@ class Witness:
         for number in range(deal["num_done"]):
             if number not in under_way and trained.get(number, 0) != self._num_sequences:
                 raise Violated(f"epoch {number} is over with {trained.get(number, 0)} of {self._num_sequences}")
+
+    def _check_nothing_is_kept(self, run: Coordinator) -> None:
+        """When a round ends, all that was handed out for it and not trained has gone back."""
+        deal = run.ledger.deal()
+        handed_out = sum(b - a for epoch in deal["epochs"] for _, a, b in epoch[4]) if deal else 0
+        held = sum(s.stop - s.start for lease in run.fleet.book.open.values() for s in lease.message.spans)
+        if handed_out > held:
+            raise Violated(f"{handed_out} sequences are handed out and {held} are in somebody's hands")
 
     def _check_files(self, run: Coordinator) -> None:
         workers = len(run.roster.members)

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.coordinator.core import Plan
 from potluck.coordinator.deck import Deck
+from potluck.coordinator.plan import Plan
 from potluck.fleet.config import FleetConfig
 from potluck.planner.flops import step_work
 from potluck.planner.memory import ModelDims
 from potluck.protocol import pb
-from potluck.simulator.device_faults import DeviceFault, draw_faults
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.simulator.fleets import Device, machines
-from potluck.simulator.meta import CoordinatorMachine, MetaObjects
-from potluck.simulator.problem import Problem
-from potluck.simulator.report import ScaleReport
-from potluck.simulator.scale import simulate_scale
-from potluck.simulator.world import World
+from potluck.simulator.large.device_faults import DeviceFault, draw_faults
+from potluck.simulator.large.meta import CoordinatorMachine, MetaObjects
+from potluck.simulator.large.report import ScaleReport
+from potluck.simulator.large.scale import simulate_scale
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy

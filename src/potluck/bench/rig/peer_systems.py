@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from potluck.bench.processes import Marked
+from potluck.bench.rig.processes import Marked
 
 amount = 0.5  # what the clients in `peers_apps/` add
 poll_s = 0.05
@@ -58,7 +58,7 @@ class Note:
     first: float | None
 
 
-class Site:
+class Sandbox:
     """A scratch folder in which one peer runs, with that peer's Python first and a home of its own."""
 
     def __init__(self, folder: Path, python: Path, marked: Marked) -> None:
@@ -194,14 +194,14 @@ def free_ports(count: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Peer:
+class PeerSystem:
     """`start` gives the process that ends when the job does."""
 
     name: str
     title: str
     package: str
     version: str
-    start: Callable[[Site, Workload], subprocess.Popen[bytes]]
+    start: Callable[[Sandbox, Workload], subprocess.Popen[bytes]]
 
     def install(self, cache: Path, told: Callable[[str], None]) -> Path:
         """The Python of this peer's environment, which is made where it is not there yet. PeerFailed."""
@@ -226,25 +226,27 @@ class Peer:
         return python
 
 
-def _start_flower(site: Site, workload: Workload) -> subprocess.Popen[bytes]:
+def _start_flower(sandbox: Sandbox, workload: Workload) -> subprocess.Popen[bytes]:
     port, *node_ports = free_ports(1 + workload.num_workers)
-    app, address = site.apps("flower"), f"127.0.0.1:{port}"
-    (site.home / "flwr").mkdir()
-    _toml(site.home / "flwr" / "config.toml", {"address": address, "insecure": True}, table="superlink.bench")
+    app, address = sandbox.apps("flower"), f"127.0.0.1:{port}"
+    (sandbox.home / "flwr").mkdir()
+    _toml(sandbox.home / "flwr" / "config.toml", {"address": address, "insecure": True}, table="superlink.bench")
     # Without the option the run would install its own packages again, instead of those that are pinned here.
-    site.start("server", "flower-superlink", "--insecure", "--port", port, "--disable-runtime-dependency-installation")
-    site.await_listening(port)
+    sandbox.start(
+        "server", "flower-superlink", "--insecure", "--port", port, "--disable-runtime-dependency-installation"
+    )
+    sandbox.await_listening(port)
     for number, node_port in enumerate(node_ports):
         node = ("flower-supernode", "--insecure", "--superlink", address, "--port", node_port)
-        site.start(f"client-{number}", *node)
+        sandbox.start(f"client-{number}", *node)
     shapes = sorted(workload.shapes, key=math.prod)  # the smallest, whose first value is noted, comes first
-    config = site.folder / "run.toml"
+    config = sandbox.folder / "run.toml"
     settings = {
-        "num-rounds": workload.num_rounds, "num-clients": workload.num_workers, "record": str(site.record),
+        "num-rounds": workload.num_rounds, "num-clients": workload.num_workers, "record": str(sandbox.record),
         "shapes": ",".join("x".join(map(str, shape)) for shape in shapes),
     }  # fmt: skip
     _toml(config, settings)
-    return site.submit("flwr", "run", app, "bench", "--run-config", config, "--stream")
+    return sandbox.submit("flwr", "run", app, "bench", "--run-config", config, "--stream")
 
 
 def _toml(path: Path, values: dict[str, Any], table: str = "") -> None:
@@ -252,20 +254,20 @@ def _toml(path: Path, values: dict[str, Any], table: str = "") -> None:
     path.write_text("\n".join([*head, *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""]))
 
 
-def _start_nvflare(site: Site, workload: Workload) -> subprocess.Popen[bytes]:
+def _start_nvflare(sandbox: Sandbox, workload: Workload) -> subprocess.Popen[bytes]:
     if taken := [port for port in poc_ports if is_taken(port)]:
         raise PeerFailed(f"port {taken[0]} is taken, and its POC mode takes no other; end what listens there")
-    app = site.apps("nvflare")
+    app = sandbox.apps("nvflare")
     sizes = (workload.numel, workload.num_workers, workload.num_rounds)
-    site.call("job", "python", "job.py", site.folder, *sizes, site.record, cwd=app)
-    site.call("job", "nvflare", "poc", "prepare", "-n", workload.num_workers)
+    sandbox.call("job", "python", "job.py", sandbox.folder, *sizes, sandbox.record, cwd=app)
+    sandbox.call("job", "nvflare", "poc", "prepare", "-n", workload.num_workers)
     participants = {"server": "server"} | {f"client-{i}": f"site-{i + 1}" for i in range(workload.num_workers)}
     for role, participant in participants.items():
-        site.call(role, "nvflare", "poc", "start", "-p", participant, "--timeout", int(listen_s))
-    said = site.call("job", "nvflare", "--format", "json", "job", "submit", "-j", site.folder / "add-amount")
+        sandbox.call(role, "nvflare", "poc", "start", "-p", participant, "--timeout", int(listen_s))
+    said = sandbox.call("job", "nvflare", "--format", "json", "job", "submit", "-j", sandbox.folder / "add-amount")
     job_id = json.loads(said[said.index("{") :])["data"]["job_id"]
-    return site.submit("nvflare", "job", "wait", job_id)
+    return sandbox.submit("nvflare", "job", "wait", job_id)
 
 
-flower = Peer("flower", "Flower", "flwr", "1.42.0", _start_flower)
-nvflare = Peer("nvflare", "NVFlare", "nvflare", "2.9.0", _start_nvflare)
+flower = PeerSystem("flower", "Flower", "flwr", "1.42.0", _start_flower)
+nvflare = PeerSystem("nvflare", "NVFlare", "nvflare", "2.9.0", _start_nvflare)
