@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -25,16 +26,19 @@ import torch
 
 from potluck.aggregation.config import AggregationConfig
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.coordinator.core import Coordinator
 from potluck.coordinator.events import Event
 from potluck.coordinator.plan import CheckpointConfig, ValidationConfig
 from potluck.fleet.config import FleetConfig
 from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
-from potluck.simulator.exact.faults import KINDS, Chaos, Fault, Kind, coordinator, draw
+from potluck.simulator.exact.faults import KINDS, Chaos, Fault, Kind, aim, coordinator, draw
 from potluck.simulator.exact.invariants import Violated, Witness
 from potluck.simulator.exact.lives import own_tasks
 from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.reference import Reference
 from potluck.simulator.exact.world import World
+from potluck.storage.ledger import ReplyRow
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
@@ -44,6 +48,8 @@ from potluck.types.errors import PotluckError, RunStopped
 most_virtual_s = 4 * 3600.0
 most_real_s = 120.0
 look_interval_s = 0.25
+calm_every = 8
+"""Of so many seeds one is played without its faults too."""
 _shared_memory = "/dev/shm"
 strategies = ("diloco", "sync_sgd")
 
@@ -67,6 +73,7 @@ class Case:
     links: tuple[Link, ...]  # of each worker
     seconds: tuple[float, ...]  # that each worker takes for four sequences
     faults: tuple[Fault, ...]
+    min_reply_fraction: float
     reconnect_s: float = 6.0
 
     @property
@@ -133,7 +140,9 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
             most_points=chance.choice((60, 200, 500)),
             kinds=kinds,
         ),
+        min_reply_fraction=chance.choice((0.5, 0.5, 1.0)),
     )
+    case = replace(case, faults=(*case.faults, *aim(chance, case.workers, kinds=kinds)))
     return case if case.balance == "none" or case.strategy != "diloco" else _with_late_work(case, chance, kinds)
 
 
@@ -161,7 +170,8 @@ def play_seed(
     case = case_of(seed, only=only, kinds=kinds)
     play = _Play(case, case.faults if faults is None else tuple(faults))
     verdict = play.run()
-    if verdict.outcome == "finished" and verdict.struck and all(f.kind != "wiped" for f in verdict.struck):
+    is_due = seed % calm_every == 0 and all(f.kind != "wiped" for f in verdict.struck)
+    if verdict.outcome == "finished" and verdict.struck and is_due:
         calm = _Play(case, ())
         if not calm.run().is_good:
             return replace(verdict, outcome="violated", detail="the run without faults does not finish")
@@ -265,6 +275,9 @@ class _Play:
         case, problem = self.case, self._problem()
         plan = problem.plan(self._strategy())
         self.witness = Witness(problem.num_shards * problem.sequences_per_shard, problem.seq_len)
+        reference = Reference(plan.spec, folder / "reference")
+        self.witness.redo = partial(self._redo, reference)
+        self.witness.adopted = reference.adopt
         self.world = world = World(
             plan, problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor, fate=self.chaos
         )
@@ -285,6 +298,10 @@ class _Play:
             num_points=sum(self.chaos.points.values()), num_cut_short=self.witness.num_cut_short,
             history=tuple(self._history),
         )  # fmt: skip
+
+    def _redo(self, reference: Reference, run: Coordinator, lease: pb.Lease, row: ReplyRow) -> None:
+        wiped = any(fault.kind == "wiped" and fault.machine == row.worker for fault in self.chaos.struck)
+        reference.check(lease, row, run.objects, may_be_fresh=wiped)
 
     def _problem(self) -> Problem:
         case = self.case
@@ -307,8 +324,13 @@ class _Play:
 
     def _strategy(self) -> Strategy:
         if self.case.strategy == "sync_sgd":
-            return SyncSGD(SyncSGDConfig())
-        return DiLoCo(DiLoCoConfig(num_inner_steps=self.case.num_inner_steps, outer_momentum=0.6))
+            return SyncSGD(SyncSGDConfig(min_reply_fraction=self.case.min_reply_fraction))
+        return DiLoCo(
+            DiLoCoConfig(
+                num_inner_steps=self.case.num_inner_steps, outer_momentum=0.6,
+                min_reply_fraction=self.case.min_reply_fraction,
+            )
+        )  # fmt: skip
 
     # Watching
 
@@ -321,6 +343,10 @@ class _Play:
         try:
             if event.kind == "round":
                 self.witness.told(run, int(event.detail["round"]))
+            elif event.kind == "discarded":
+                self.witness.discarded(run, int(event.detail["round"]) - 1)
+            elif event.kind == "lost":
+                self.witness.lost(run, str(event.detail["worker"]), self.world.clock.now())
             else:
                 self.witness.glance(run)
         except Violated as error:
@@ -340,6 +366,8 @@ class _Play:
             if run is not seen and run.recovered.is_set():
                 seen = run
                 self.witness.recovered(run)
+            if not self.chaos.stands_still(coordinator):
+                self.witness.losses(run, world.clock.now())
             if run.failure is not None:
                 self._coordinator_failed(run.failure)
             elif world.training.done() and not world.training.cancelled():

@@ -39,6 +39,10 @@ class Fate(Protocol):
         """What becomes of a message: itself, or twice, or with a flipped bit."""
         ...
 
+    def did(self, life: Life, what: str) -> None:
+        """A piece of work has ended, well or not; `what` is the name of its function."""
+        ...
+
     def at_file(self, life: Life, event: str) -> None:
         """Before a file is opened, renamed or removed. May raise OSError, or Killed when it has ended the life."""
         ...
@@ -108,6 +112,9 @@ class LifeExecutor:
         except Killed:
             await self._life.point()
             raise  # not reached
+        finally:
+            if self._life.fate is not None:
+                self._life.fate.did(self._life, getattr(fn, "__name__", ""))
         await self._life.point()
         return result
 
