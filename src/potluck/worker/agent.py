@@ -30,6 +30,8 @@ from potluck.worker.runner import Runner
 first_wait_s = 0.5
 longest_wait_s = 2.0
 """A coordinator that comes back is found again so soon."""
+repeat_s = 60.0
+"""Between two lines for people about the same trouble."""
 MAX_RUN_JSON_BYTES = 1 << 26
 MAX_SENTENCE_LENGTH = 500
 MAX_HEARTBEAT_S = 3600.0
@@ -74,6 +76,7 @@ class Agent:
         self.runner: Runner | None = None
         self.spec: RunSpec | None = None
         self._reconnect = asyncio.Event()
+        self._unreached = ("", 0.0)  # what was last told of a coordinator that cannot be reached, and when
         self._heartbeat_s = 0.0  # as the coordinator last said; 0 for as the run's description says
         self._least_heartbeat_s = least_heartbeat_s  # where the network itself knows that this worker is well
         self.ended = ""  # why the run ended, as the coordinator said it
@@ -88,7 +91,7 @@ class Agent:
                     connection = await self._connect()
                     try:
                         await self._join(connection)
-                        wait_s = first_wait_s
+                        wait_s, self._unreached = first_wait_s, ("", 0.0)
                         assert self.runner is not None
                         if running is None:
                             running = asyncio.create_task(self.runner.run())
@@ -101,7 +104,7 @@ class Agent:
                         raise CoordinatorUnreachable(
                             f"no coordinator answers ({lost}); check the address and that `potluck host` runs there"
                         ) from lost
-                    self._told(f"the coordinator cannot be reached ({lost}); trying again")
+                    self._tell_unreached(f"the coordinator cannot be reached ({lost}); trying again")
                 if not self.ended:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(wait_s * self._random.uniform(0.5, 1.0)):
@@ -115,6 +118,13 @@ class Agent:
                 await asyncio.gather(running, return_exceptions=True)
             if self.runner is not None:
                 self.runner.folder.objects.spares.clear()
+
+    def _tell_unreached(self, text: str) -> None:
+        """Once, and again each minute or when it is for another reason: it is tried many times a minute."""
+        now = self._clock.now()
+        if text != self._unreached[0] or now - self._unreached[1] >= repeat_s:
+            self._told(text)
+            self._unreached = (text, now)
 
     def leave(self) -> None:
         """Hand everything back and go; the coordinator is told first if it can be reached."""
