@@ -93,5 +93,5 @@ def _worker(run: Coordinator, member: Member, given: dict[str, Any]) -> dict[str
         "up_bytes_per_s": member.up_bytes_per_s,
         "down_bytes_per_s": member.down_bytes_per_s,
         "rtt_s": member.profile.link.rtt_s,
-        "note": member.note,
+        "note": run.told_of.get(member.id) or member.note,
     }

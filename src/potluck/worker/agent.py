@@ -52,6 +52,7 @@ class Introduction:
     id: WorkerId
     profile: DeviceProfile
     strategies: tuple[tuple[str, str], ...] = ()  # (file name, digest) that the owner allows
+    process: str = ""  # a name of this process, which no other has
 
 
 class Agent:
@@ -161,6 +162,7 @@ class Agent:
             version=version(),
             profile_json=json.dumps(self.profile.to_json()),
             strategies=[pb.StrategyFile(name=n, digest=d) for n, d in self.introduction.strategies],
+            process=self.introduction.process,
         )
         data = await connection.call("Welcome", request.SerializeToString())
         try:
