@@ -1,6 +1,6 @@
 import pytest
 
-from potluck.cli.units import format_bytes, format_count, format_seconds, parse_bytes, parse_hours
+from potluck.cli.units import format_bytes, format_count, format_seconds, parse_bytes, parse_hours, parse_memory
 from potluck.types.errors import PotluckError
 
 
@@ -52,3 +52,9 @@ def test_counts(count: float, text: str) -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_no_memory_is_no_limit_that_can_be_meant() -> None:
+    assert parse_memory("2GB") == 2_000_000_000
+    with pytest.raises(PotluckError, match="0 is too little memory to train in"):
+        parse_memory("0")

@@ -39,7 +39,12 @@ async def last_status(run_name: str | None) -> dict[str, Any]:
         if not (folder / MARK).exists():
             raise
         known = _result(folder) or {}
-        return {"running": False, "run_dir": str(folder), **known, **await asyncio.to_thread(progress_in_folder, folder)}
+        return {
+            "running": False,
+            "run_dir": str(folder),
+            **known,
+            **await asyncio.to_thread(progress_in_folder, folder),
+        }
 
 
 async def settings(run_name: str | None) -> list[str]:

@@ -57,7 +57,7 @@ class CoordinatorService:
         self._turns: dict[tuple[str, WorkerId], float] = {}  # when its next arrival of a kind has its turn
         self._num_transfers: Counter[WorkerId] = Counter()
         self._data_over: dict[WorkerId, asyncio.Event] = {}  # ends the Data stream that it has now
-        self._twins = Twins()
+        self._twins = Twins(self._tell_of_twins)
         self._run_json = run.plan.spec.model_dump_json()
         self._max_upload_bytes = int(run_size * upload_slack) + (1 << 20)
 
@@ -116,7 +116,7 @@ class CoordinatorService:
         except ValueError as error:
             raise Refused(f"the profile of {peer.id} is refused: {error}") from error
         await self._turn_of("Welcome", peer.id)
-        self._look_for_twins(peer.id, request.process)
+        self._twins.welcome(peer.id, request.process[:MAX_PROCESS_NAME], self.run.clock.now())
         await self.run.lanes.ledger.run(self.run.seen, peer.id)
         known = peer.id in self.run.roster.members
         self.run.roster.arrive(peer.id, profile, self.run.clock.now())
@@ -124,12 +124,9 @@ class CoordinatorService:
         reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=self._run_json)
         return reply.SerializeToString()
 
-    def _look_for_twins(self, worker: WorkerId, process: str) -> None:
-        """NotAdmitted for the older of two processes with one certificate; told once for each that is sent away."""
-        said = self._twins.welcome(worker, process[:MAX_PROCESS_NAME], self.run.clock.now())
-        if said:
-            self.run.told_of[worker] = said
-            self.run.tell("note", said, worker=worker)
+    def _tell_of_twins(self, worker: WorkerId, text: str) -> None:
+        self.run.told_of[worker] = text
+        self.run.tell("note", text, worker=worker)
 
     async def _turn_of(self, kind: str, worker: WorkerId, *, at_once_s: float = 0.0) -> None:
         """Each arrival costs a line in the log, a Welcome also a write to the disk: one worker has so many of them."""

@@ -7,6 +7,7 @@ live: the older of the two is sent away once that has happened `most_returns` ti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from potluck.types.errors import NotAdmitted
@@ -30,15 +31,16 @@ class _Processes:
 
 
 class Twins:
-    """Who says Welcome under which name."""
+    """Who says Welcome under which name. `told` hears, for people, of each process that is sent away, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[WorkerId, str], None]) -> None:
+        self._told = told
         self._of: dict[WorkerId, _Processes] = {}
 
-    def welcome(self, worker: WorkerId, process: str, now: float) -> str:
-        """What people should know of this arrival, "" for nothing. NotAdmitted for a process that is sent away."""
+    def welcome(self, worker: WorkerId, process: str, now: float) -> None:
+        """NotAdmitted for a process that is sent away."""
         if not process:
-            return ""  # of an earlier version
+            return  # of an earlier version
         found = self._of.setdefault(worker, _Processes())
         if process in found.sent_away:
             raise NotAdmitted(self._sentence(worker))
@@ -48,20 +50,21 @@ class Twins:
             found.known.append(process)
             found.sent_away.discard(found.known.pop(0) if len(found.known) > MAX_KNOWN else "")
         if not came_back:
-            return ""
+            return
         found.returns = [at for at in found.returns if now - at < window_s] + [now]
         if len(found.returns) < most_returns:
-            return ""
+            return
         found.returns.clear()
         older = min(before, process, key=lambda name: found.known.index(name) if name in found.known else -1)
         found.sent_away.add(older)
+        self._told(
+            worker,
+            f"two processes work with the certificate of {worker}, so its folder was copied; the one that was started "
+            "first is sent away: let one of them join with a line and a folder of its own",
+        )
         if older == process:
             found.at_work = before
             raise NotAdmitted(self._sentence(worker))
-        return (
-            f"two processes work with the certificate of {worker}, so its folder was copied; the one that was started "
-            "first is sent away: let the copy join with a line and a folder of its own"
-        )
 
     def _sentence(self, worker: WorkerId) -> str:
         return (

@@ -143,7 +143,30 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
         min_reply_fraction=chance.choice((0.5, 0.5, 1.0)),
     )
     case = replace(case, faults=(*case.faults, *aim(chance, case.workers, kinds=kinds)))
-    return case if case.balance == "none" or case.strategy != "diloco" else _with_late_work(case, chance, kinds)
+    if case.strategy != "diloco":
+        return case
+    if case.balance == "none":
+        return _with_lost_work(case, chance, kinds) if chance.random() < 0.5 else case
+    return _with_late_work(case, chance, kinds)
+
+
+def _with_lost_work(case: Case, chance: random.Random, kinds: Sequence[Kind]) -> Case:
+    """Some lose a task in its middle, of which a snapshot stays, and come back to another one: of a later round, or of
+    the same with other data, where one of them stays away."""
+    ways: list[Kind] = [kind for kind in ("crash", "hang", "partition") if kind in kinds]
+    nth = chance.randint(1, 9)
+    lost = chance.sample(case.workers, min(2, len(case.workers))) if ways else []
+    faults = tuple(
+        Fault(
+            machine=worker, kind=chance.choice(ways), point=chance.randint(1, 3), lasts_s=lasts_s,
+            after="_perform", nth=nth + chance.randint(0, 1),
+        )
+        for worker, lasts_s in zip(lost, (8.0, chance.choice((8.0, 60.0))), strict=False)
+    )  # fmt: skip
+    return replace(
+        case, num_rounds=4, num_inner_steps=3, min_workers=1, snapshot_every=1, faults=(*case.faults[:1], *faults),
+        seconds=tuple(max(seconds, 2.0) for seconds in case.seconds),
+    )  # fmt: skip
 
 
 def _with_late_work(case: Case, chance: random.Random, kinds: Sequence[Kind]) -> Case:

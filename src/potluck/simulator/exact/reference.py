@@ -1,7 +1,7 @@
 """What each accepted update should be: its task done once more, by a worker to which nothing ever happens.
 
 It holds the pinned state that every worker should have after what was accepted of it, and does each accepted task from
-there, on the data that the lease grants and as many steps as counted: the update must be the very one that was accepted,
+there, on the data that the lease grants and as many steps as counted: the update must be the accepted one,
 bit for bit. So inner optimizers, error feedback, snapshots and data positions came through every crash, also where the
 work was divided in another way than without faults. What error feedback keeps is checked by its equation, since this
 worker's code is that of all of them:
