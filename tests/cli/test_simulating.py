@@ -91,6 +91,11 @@ def test_a_fleet_file_that_is_wrong_is_told_in_one_sentence(tmp_path: Path, text
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_a_run_of_many_rounds_comes_to_its_end() -> None:
+    report = simulate("stdlib-gpt", "--fleet", "home", "--set", "budget.rounds=110", "--json")
+    assert report["rounds"] == 110 and report["stopped"] == ""
+
+
 def refused(*arguments: str) -> str:
     with pytest.raises(PotluckError) as found:
         CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)

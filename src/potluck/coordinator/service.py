@@ -31,6 +31,7 @@ from potluck.types.profile import DeviceProfile
 MAX_STRATEGY_FILES = 64
 MAX_PROCESS_NAME = 64
 MAX_REPORTS = 100  # of one worker between two heartbeats; more wait, and their sender with them
+MAX_REPORTS_S = 10.0
 REPORT_BYTES = 64 << 10
 """A longer report counts as so many more: reading 4 MiB of small things takes a quarter of a second."""
 MAX_INLINE_BYTES = 256 << 20  # of results that one worker sends inline and has not completed
@@ -160,7 +161,8 @@ class CoordinatorService:
                 self.run.deck.release(member.id)
 
     async def _read_reports(self, member: Member, channel: Channel) -> None:
-        heartbeat_s, clock = self.run.config.heartbeat_s, self.run.clock
+        clock = self.run.clock
+        heartbeat_s = min(self.run.config.heartbeat_s, MAX_REPORTS_S)  # none is due where the network vouches for all
         num_reports, since = 0, clock.now()
         while True:
             if num_reports >= MAX_REPORTS:
