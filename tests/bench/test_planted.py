@@ -15,5 +15,5 @@ def test_its_place_is_there_once_and_what_is_planted_is_python(plant: Plant) -> 
     compile(source.replace(plant.right, plant.wrong), plant.file, "exec")
 
 
-def test_there_are_eleven_and_their_names_differ() -> None:
-    assert len(plants) == len({plant.name for plant in plants}) == 11
+def test_there_are_nineteen_and_their_names_differ() -> None:
+    assert len(plants) == len({plant.name for plant in plants}) == 19

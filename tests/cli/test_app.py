@@ -89,7 +89,6 @@ def test_recipes_are_listed_and_printed() -> None:
         (["join", "nonsense"], 1, "is neither a join line"),
         (["join", "potluck://x:1/y", "--max-memory", "lots"], 1, "'lots' is not a size"),
         (["join", "potluck://x:1/y", "--hours", "late"], 1, "'late' is not a span of hours"),
-        (["set", "stdlib-gpt"], 1, "nothing to set in stdlib-gpt; write KEY=VALUE"),
         (["simulate", "stdlib-gpt", "--fuzz", "1"], 1, "--fuzz draws its runs from seeds; leave out RECIPE"),
         (["generate", "nowhere"], 12, "nowhere holds no config.json"),
         (["profile", "--device", "tpu"], 5, "is not a device"),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from potluck.cli.app import app
 from potluck.cli.simulating_tiles import parse_sizes
 from potluck.simulator.fleet_files import load_fleet, shipped_fleets
-from potluck.types.errors import PotluckError, RecipeError
+from potluck.types.errors import PotluckError, RecipeError, RunStopped
 
 small = ["stdlib-gpt", "--fleet", "home", "--set", "budget.tokens=200_000", "--json"]
 
@@ -79,6 +79,13 @@ def test_shipped_fleets_load(name: str) -> None:
         ),
         ('[[devices]]\nname = "a"\ngflops = 1\n[[devices]]\nname = "a"\ngflops = 2\n', "two classes are named a"),
         ('[[devices]]\nname = "a"\ngflops = 1\nup_mbit_s = nan\n', "devices[0].up_mbit_s"),
+        ('[[devices]]\nname = "a"\ngflops = 0\n', "devices[0].gflops: 0 is not in 0.01 to 1e+08"),
+        ('[[devices]]\nname = "a"\ngflops = [1, 1e12]\n', "devices[0].gflops: 1e+12 is not in 0.01 to 1e+08"),
+        ('[[devices]]\nname = "a"\ngflops = true\n', "devices[0].gflops: true and false are no quantities"),
+        ('[[devices]]\nname = "a"\ngflops = 1\ncount = true\n', "devices[0].count: true and false are no quantities"),
+        ('[[devices]]\nname = "a"\ngflops = 1\nup_mbit_s = 0\n', "devices[0].up_mbit_s: 0 is not in 0.01"),
+        ('[[devices]]\nname = "a"\ngflops = 1\nduty = 0\n', "devices[0].duty: 0 is not in 0.01 to 1"),
+        ('[[devices]]\nname = "a"\ngflops = 1\nduty = 2\n', "devices[0].duty: 2 is not in 0.01 to 1"),
     ],
 )
 def test_a_fleet_file_that_is_wrong_is_told_in_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
@@ -175,7 +182,42 @@ def test_tiles_with_mistakes_are_told_in_one_sentence(tmp_path: Path) -> None:
         CliRunner().invoke(app, ["simulate", "stdlib-gpt", "--devices", "8"], catch_exceptions=False)
 
 
-def test_what_is_not_there_is_named() -> None:
+def test_a_run_of_many_rounds_comes_to_its_end() -> None:
+    report = simulate("stdlib-gpt", "--fleet", "home", "--set", "budget.rounds=110", "--json")
+    assert report["rounds"] == 110 and report["stopped"] == ""
+
+
+def refused(*arguments: str) -> str:
+    with pytest.raises(PotluckError) as found:
+        CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--fuzz", str(10**22)), ("--fuzz", "1", "--seed", str(1 << 64)), ("--fuzz", "0")]
+)
+def test_numbers_that_cannot_be_played_are_refused(arguments: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+    assert done.exit_code == 2 and "Invalid value" in done.output
+
+
+def test_a_place_that_no_picture_can_have_is_named_before_the_play(tmp_path: Path) -> None:
+    assert refused("nothing", "--picture", str(tmp_path)).startswith(f"{tmp_path} is a folder")
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / "picture.svg")
+    assert refused("nothing", "--picture", place).startswith(f"{place} cannot be written")
+
+
+def test_a_simulated_run_that_ends_early_ends_like_a_real_one(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text('[[devices]]\nname = "a"\ngflops = 1\nmemory_gb = 0.001\n')
+    with pytest.raises(RunStopped) as stopped:
+        simulate("stdlib-gpt", "--fleet", str(tmp_path / "fleet.toml"))
+    assert "none of the 1 devices has the memory" in str(stopped.value) and stopped.value.exit_code == 11
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="is a folder, not a fleet file"):
+        load_fleet(str(tmp_path))
     with pytest.raises(RecipeError, match="did you mean volunteers"):
         load_fleet("volunters")
     with pytest.raises(PotluckError, match="say which RECIPE to simulate"):

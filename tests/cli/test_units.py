@@ -1,6 +1,14 @@
 import pytest
 
-from potluck.cli.units import format_bytes, format_count, format_rounds, format_seconds, parse_bytes, parse_hours
+from potluck.cli.units import (
+    format_bytes,
+    format_count,
+    format_rounds,
+    format_seconds,
+    parse_bytes,
+    parse_hours,
+    parse_memory,
+)
 from potluck.types.errors import PotluckError
 
 
@@ -56,3 +64,9 @@ def test_seconds(seconds: float, text: str) -> None:
 
 def test_rounds() -> None:
     assert [format_rounds(n) for n in (0, 1, 13)] == ["0 rounds", "1 round", "13 rounds"]
+
+
+def test_no_memory_is_no_limit_that_can_be_meant() -> None:
+    assert parse_memory("2GB") == 2_000_000_000
+    with pytest.raises(PotluckError, match="0 is too little memory to train in"):
+        parse_memory("0")

@@ -12,12 +12,12 @@ from potluck.clock import run_virtual
 from potluck.coordinator.changes import LIVE_KEYS, Changes, changed, set_in_folder, with_changes
 from potluck.coordinator.prepare import replanned
 from potluck.coordinator.recipe import SECTIONS, Recipe, known_keys, load_recipe
-from potluck.coordinator.status import snapshot
+from potluck.coordinator.status import operations_in_folder, progress_in_folder, snapshot
 from potluck.fleet.config import FleetConfig
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
 from potluck.storage.database import Database
-from potluck.storage.ledger import MARK, Ledger, Operation
+from potluck.storage.ledger import MARK, CommitRow, Ledger, Operation
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.types.errors import RecipeError
 
@@ -83,6 +83,19 @@ def test_a_stopped_run_keeps_changes_until_its_recipe_is_edited(tmp_path: Path) 
     assert (now.budget.rounds, now.fleet.min_workers, passed) == (50, 2, ["budget.rounds"])
     now, passed = with_changes(recipe("budget.tokens=500", "fleet.min_workers=4"), operations)
     assert (now.budget.tokens, now.budget.rounds, passed) == (500, None, ["budget.rounds"])
+
+
+def test_a_budget_that_is_spent_already_is_said(tmp_path: Path) -> None:
+    ledger = Ledger(Database(tmp_path / MARK))
+    state = {"round": 6, "tokens": 600, "seconds": 6.0}
+    ledger.commit(CommitRow(round=5, attempt=0, state=state, deal={}, accepted=()), at=1.0)
+    ledger.close()
+    (tmp_path / "recipe.json").write_text(json.dumps({"run_id": "it", "recipe": recipe("budget.rounds=9").to_json()}))
+    said = set_in_folder(tmp_path, "budget.rounds=6", at=5.0, by="me")
+    assert said.endswith("; that much is done already, so no further round begins")
+    assert "done already" not in set_in_folder(tmp_path, "budget.rounds=7", at=5.0, by="me")
+    assert operations_in_folder(tmp_path)[1] == "round 6: me set budget.rounds is 7, and was 6"
+    assert progress_in_folder(tmp_path) == {**state, "loss": None}
 
 
 def test_a_run_that_waits_for_more_workers_goes_on_when_it_is_told_to(tmp_path: Path) -> None:

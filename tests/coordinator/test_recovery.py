@@ -23,6 +23,7 @@ from potluck.strategies.diloco import DiLoCo, DiLoCoConfig, DiLoCoState, inner
 from potluck.strategies.fleet import Fleet, weighted_mean
 from potluck.transport.memory import Link
 from potluck.transport.pace import Limits
+from potluck.types.errors import CorruptError
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Params
 
@@ -53,6 +54,32 @@ def test_a_checkpoint_in_the_middle_of_a_round_loses_no_data_and_counts_none_twi
         (epoch,) = world.last.deck.account()
         assert (epoch["consumed"], epoch["outstanding"]) == (160, 0)
         assert sum(row["tokens"] for row in world.last.contributions()) == state.tokens
+
+    run_virtual(main())
+
+
+def test_a_run_of_which_nothing_is_whole_says_so_and_leaves_its_ledger_alone(tmp_path: Path) -> None:
+    """What was committed is not thrown away by itself: there may be a copy."""
+    problem = Problem(num_rounds=4)
+
+    async def main() -> None:
+        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=5)), tmp_path)
+        world.add("w1", cost_s=cost_s)
+        await world.start()
+        while world.run is None or world.run.state is None or world.run.state.round < 2:
+            await world.clock.sleep(0.1)
+        await world.crash_coordinator()
+        disk = world.disk("coordinator")
+        for file in [*(disk / "params").glob("r*.f32"), *disk.glob("checkpoints/*/params.safetensors")]:
+            file.write_bytes(b"spoilt")
+        for _ in range(2):
+            await world.start()
+            assert world.training is not None
+            await asyncio.wait([world.training])
+            with pytest.raises(CorruptError, match=r"has lost its 2 committed rounds: .*; no checkpoint is whole; .*"):
+                world.training.result()
+            assert world.last is not None and world.last.ledger.audit("SELECT count(*) FROM commits") == [(2,)]
+            await world.crash_coordinator()
 
     run_virtual(main())
 

@@ -9,6 +9,7 @@ scripts/test and scripts/check by .ci/run.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -170,6 +171,11 @@ def says_the_run_is_over(done: subprocess.CompletedProcess[str]) -> None:
     assert from_elsewhere if "operator" in done.args else from_here
 
 
+def says_it_in_json(done: subprocess.CompletedProcess[str]) -> None:
+    known = json.loads(done.stdout)
+    assert (known["running"], known["round"], known["rounds"]) == (False, 1, 1)
+
+
 def passes_the_contract(done: subprocess.CompletedProcess[str]) -> None:
     assert done.stderr.count("Averaging: passed") == 4, done.stderr
     assert done.stderr.count("Averaging: not run") == 1, done.stderr  # it has no reference(problem)
@@ -188,6 +194,8 @@ def expectation(words: tuple[str, ...]) -> tuple[int, Callable[[subprocess.Compl
             return 0, prints_a_recipe
         case ("generate", *_):
             return 0, writes_text
+        case ("status", *options) if "--json" in options:
+            return 0, says_it_in_json
         case ("status", *_):
             return 7, says_the_run_is_over
         case ("test", _):

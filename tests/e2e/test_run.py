@@ -84,6 +84,10 @@ def test_status_of_a_run_that_is_over(finished: tuple[Path, dict[str, object]]) 
     assert done.returncode == 7
     assert f"is finished: {result['rounds']} rounds and {result['tokens']:,} tokens" in done.stderr
     assert str(result["model_dir"]) in done.stderr
+    known = result_of(potluck("status", here / "run", "--json", cwd=here))
+    assert known["running"] is False
+    assert (known["round"], known["tokens"]) == (result["rounds"], result["tokens"])
+    assert potluck("set", here / "run", cwd=here).stdout == "nothing was set\n"
 
 
 def test_kill_the_coordinator_between_rounds_and_resume(tmp_path: Path) -> None:

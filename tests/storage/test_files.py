@@ -8,7 +8,16 @@ from typing import BinaryIO
 
 import pytest
 
-from potluck.storage.files import FolderLock, free_bytes, remove_files, remove_unfinished, unfinished_name, write_atomic
+from potluck.storage.files import (
+    FolderLock,
+    free_bytes,
+    is_same_boot,
+    note_boot,
+    remove_files,
+    remove_unfinished,
+    unfinished_name,
+    write_atomic,
+)
 from potluck.types.errors import PotluckError, ResourceError
 
 
@@ -85,6 +94,25 @@ def test_unfinished_files_are_removed_and_others_stay(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
     assert remove_files([tmp_path / "file", tmp_path / "missing"]) == 3
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mark_of_the_start_that_says_nothing_is_another_start(tmp_path: Path) -> None:
+    assert is_same_boot(tmp_path)  # never noted
+    note_boot(tmp_path)
+    assert is_same_boot(tmp_path)
+    for content in (b"\xf8\xfe\x00", b"another"):
+        (tmp_path / "boot").write_bytes(content)
+        assert not is_same_boot(tmp_path)
+    (tmp_path / "boot").unlink()
+    (tmp_path / "boot").mkdir()
+    assert not is_same_boot(tmp_path)
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    with pytest.raises(ResourceError, match="file is a folder and a file of that name is to be written"):
+        write_atomic(tmp_path / "file", b"x")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_locked_folder_refuses_a_second_user_by_name(tmp_path: Path) -> None:

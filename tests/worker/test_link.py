@@ -132,3 +132,21 @@ def test_a_profile_in_a_report_takes_the_place_of_the_one_before_and_nonsense_do
         await world.crash_coordinator()
 
     run_virtual(main())
+
+
+def test_a_coordinator_that_cannot_be_reached_is_told_of_once_a_minute(tmp_path: Path) -> None:
+    async def main() -> list[str]:
+        world = virtual_world(Problem(num_rounds=50), DiLoCo(DiLoCoConfig(num_inner_steps=2)), tmp_path)
+        world.add("w1", cost_s=lambda _: 1.0)
+        await world.start()
+        await world.clock.sleep(3.0)
+        await world.crash_coordinator()
+        await world.clock.sleep(150.0)
+        await world.start()
+        await world.clock.sleep(10.0)
+        notes = list(world.hosts[WorkerId("w1")].notes)
+        await world.finish()
+        return notes
+
+    notes = [note for note in run_virtual(main()) if "cannot be reached" in note]
+    assert 3 <= len(notes) <= 5

@@ -146,7 +146,8 @@ def test_what_this_process_computes_is_not_others_work() -> None:
 
 
 def test_how_terms_are_written() -> None:
-    assert parse_conditions("") == ()
+    with pytest.raises(PotluckError, match="--only-when names nothing"):
+        parse_conditions(" ,")
     assert parse_conditions("plugged-in, idle") == ("idle", "plugged-in")
     with pytest.raises(PotluckError, match="knows idle and plugged-in, not 'asleep'"):
         parse_conditions("idle,asleep")

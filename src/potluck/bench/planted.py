@@ -1,4 +1,4 @@
-"""Whether the simulator finds bugs: eleven faults planted in a copy of the package, and how soon each is found."""
+"""Whether the simulator finds bugs: nineteen faults planted in a copy of the package, and how soon each is found."""
 
 from __future__ import annotations
 
@@ -135,6 +135,65 @@ plants = (
         file="worker/trainer.py",
         right="            self._replica.restore_local_state(tensors, scalars)\n",
         wrong="            del tensors\n",
+    ),
+    Plant(
+        name="a commit that does not say which states workers hold",
+        file="storage/ledger.py",
+        right="[(r.worker, r.version) for r in row.accepted if r.version],",
+        wrong="[],",
+    ),
+    Plant(
+        name="a discard that does not give the data back for the next process",
+        file="storage/ledger.py",
+        right="""\
+                (reason, round, attempt),
+            )
+            self._put_deal(deal)
+""",
+        wrong="""\
+                (reason, round, attempt),
+            )
+""",
+    ),
+    Plant(
+        name="who takes part in a round, not written down",
+        file="fleet/attempt.py",
+        right="        ledger.decide_all(round, attempt, first)\n",
+        wrong="",
+    ),
+    Plant(
+        name="lost work that the next process waits for",
+        file="fleet/live.py",
+        right="""\
+            self.ledger.settle, message.round, lease.attempt, message.key, lease.issue, "lost", reason, deal,
+""",
+        wrong="""\
+            self.ledger.settle, message.round, lease.attempt, message.key, lease.issue, "open", reason, deal,
+""",
+    ),
+    Plant(
+        name="a snapshot of another task that is gone on from",
+        file="worker/snapshots.py",
+        right="        if snapshot.task != task:\n            return None\n        tensors",
+        wrong="        tensors",
+    ),
+    Plant(
+        name="an inner optimizer that keeps the steps of a task that was given up",
+        file="worker/trainer.py",
+        right="        self._in_memory = None  # until the task ends well, what is in memory is neither v nor v+1\n",
+        wrong="",
+    ),
+    Plant(
+        name="data that is read twice after a snapshot",
+        file="worker/resumable.py",
+        right="        for _ in range(snapshot.num_batches):\n            next(self._batches)\n",
+        wrong="",
+    ),
+    Plant(
+        name="error feedback that is forgotten",
+        file="worker/feedback.py",
+        right="total = vector if before is None else vector + beta * before",
+        wrong="total = vector",
     ),
 )
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from potluck.types.errors import PotluckError
+from potluck.types.errors import PotluckError, RunStopped
 
 app = typer.Typer(
     name="potluck",
@@ -139,12 +139,18 @@ def join(
     allow_strategy: Annotated[
         list[Path] | None, typer.Option("--allow-strategy", help="A strategy file that may run here. Repeatable.")
     ] = None,
-    max_memory: Annotated[str, typer.Option("--max-memory", metavar="SIZE", help="Memory to use at most: 2GB.")] = "",
-    hours: Annotated[str, typer.Option("--hours", metavar="FROM-TO", help="Work in these hours only: 22-7.")] = "",
+    max_memory: Annotated[
+        str | None, typer.Option("--max-memory", metavar="SIZE", help="Memory to use at most: 2GB.")
+    ] = None,
+    hours: Annotated[
+        str | None, typer.Option("--hours", metavar="FROM-TO", help="Work in these hours only: 22-7.")
+    ] = None,
     only_when: Annotated[
-        str, typer.Option("--only-when", metavar="idle,plugged-in", help="Work only while this machine is so.")
-    ] = "",
-    max_upload: Annotated[str, typer.Option("--max-upload", metavar="RATE", help="Send no faster: 5mbit.")] = "",
+        str | None, typer.Option("--only-when", metavar="idle,plugged-in", help="Work only while this machine is so.")
+    ] = None,
+    max_upload: Annotated[
+        str | None, typer.Option("--max-upload", metavar="RATE", help="Send no faster: 5mbit.")
+    ] = None,
     threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 for all cores.")] = 0,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
@@ -153,7 +159,7 @@ def join(
     # several times slower themselves where they must share a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from potluck.cli.joining import parse_conditions, run_worker
-    from potluck.cli.units import parse_bytes, parse_hours, parse_rate
+    from potluck.cli.units import parse_hours, parse_memory, parse_rate
     from potluck.storage.files import cache_folder
     from potluck.worker.options import JoinOptions
 
@@ -165,11 +171,11 @@ def join(
         device=device,
         num_threads=threads,
         allow_strategies=tuple(allow_strategy or []),
-        max_memory_bytes=parse_bytes(max_memory) if max_memory else 0,
+        max_memory_bytes=parse_memory(max_memory) if max_memory is not None else 0,
         share_dir=None if with_parent else cache_folder() / "objects",  # local workers stand for machines of their own
-        hours=parse_hours(hours) if hours else None,
-        only_when=parse_conditions(only_when),
-        max_upload_bytes_per_s=parse_rate(max_upload) if max_upload else 0.0,
+        hours=parse_hours(hours) if hours is not None else None,
+        only_when=parse_conditions(only_when) if only_when is not None else (),
+        max_upload_bytes_per_s=parse_rate(max_upload) if max_upload is not None else 0.0,
     )
     run_worker(options, with_parent=with_parent)
 
@@ -244,14 +250,13 @@ def remove(name: Annotated[str, typer.Argument(help="The member's name.")], run_
 @app.command()
 def status(run_name: RunName = None, as_json: Json = False) -> None:
     """Who is here, what they do, what the run waits for, how it goes."""
-    from potluck.cli.operator import ask_status
+    from potluck.cli.operator import ask_status, last_status
     from potluck.cli.view import status_text
 
-    snapshot = asyncio.run(ask_status(run_name))
     if as_json:
-        put_json(snapshot)
+        put_json(asyncio.run(last_status(run_name)))
     else:
-        print(status_text(snapshot), end="")
+        print(status_text(asyncio.run(ask_status(run_name))), end="")
 
 
 @app.command()
@@ -281,18 +286,19 @@ def limit(
 @app.command(name="set")
 def set_key(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="[RUN] KEY=VALUE...", help="The run's folder or name, and what to change.")
-    ],
+        list[str] | None,
+        typer.Argument(metavar="[RUN] KEY=VALUE...", help="The run's folder or name, and what to change."),
+    ] = None,
 ) -> None:
-    """Change the recipe of a run that goes on, or of one that is stopped. It is written down and survives restarts."""
-    from potluck.cli.operator import change
+    """Change the recipe of a run that goes on or is stopped, written down for restarts. Without a key: what was set."""
+    from potluck.cli.operator import change, settings
 
-    run_name = None if "=" in arguments[0] else arguments[0]
-    settings = arguments if run_name is None else arguments[1:]
-    if not settings:
-        raise PotluckError(f"nothing to set in {run_name}; write KEY=VALUE, such as `potluck set budget.rounds=40`")
-    for setting in settings:
+    given = arguments or []
+    run_name = given.pop(0) if given and "=" not in given[0] else None
+    for setting in given:
         say(asyncio.run(change(run_name, setting)))
+    if not given:
+        print("\n".join(asyncio.run(settings(run_name))) or "nothing was set")
 
 
 @app.command()
@@ -367,7 +373,7 @@ def simulate(
             help="A fleet file, or home, campus, hospitals, volunteers or edge. [default: home]",
         ),
     ] = "",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same run.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**62, help="The same seed gives the same run.")] = 0,
     faults: Annotated[
         float,
         typer.Option("--faults", min=0, max=100, help="Faults of each machine in an hour: it dies, hangs, slows."),
@@ -379,8 +385,9 @@ def simulate(
         Path | None, typer.Option("--picture", metavar="FILE", help="Where to write the timeline or charts, as SVG.")
     ] = None,
     fuzz: Annotated[
-        int, typer.Option("--fuzz", min=0, metavar="N", help="Instead: N small runs under faults, from seed on.")
-    ] = 0,
+        int | None,
+        typer.Option("--fuzz", min=1, max=10_000_000, metavar="N", help="Instead: N small runs under faults."),
+    ] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, max=256, help="Processes for --fuzz.")] = 1,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="With --fuzz: on after a violation.")] = False,
     as_json: Json = False,
@@ -415,6 +422,8 @@ def simulate(
         put_json(report)
     else:
         print(report_text(report), end="")
+    if report["stopped"]:
+        raise RunStopped(f"the simulated run ended early: {report['stopped']}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

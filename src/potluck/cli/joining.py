@@ -17,6 +17,8 @@ from potluck.worker.terms import Condition, conditions
 def parse_conditions(text: str) -> tuple[Condition, ...]:
     """`idle,plugged-in`, or one of the two. PotluckError."""
     named = [word for part in text.split(",") if (word := part.strip())]
+    if not named:
+        raise PotluckError(f"--only-when names nothing; write {','.join(conditions)}, one of them, or leave it out")
     if unknown := [word for word in named if word not in conditions]:
         raise PotluckError(f"--only-when knows {' and '.join(conditions)}, not {unknown[0]!r}; write idle,plugged-in")
     return tuple(c for c in conditions if c in named)

@@ -8,11 +8,12 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from potluck.cli.runs import find_run
 from potluck.coordinator.changes import set_in_folder
 from potluck.coordinator.options import RESULT_FILE
+from potluck.coordinator.status import operations_in_folder, progress_in_folder
 from potluck.protocol import pb
 from potluck.storage.ledger import MARK
 from potluck.transport.grpc.client import GrpcConnection
@@ -26,7 +27,32 @@ async def ask_status(run_name: str | None) -> dict[str, Any]:
     """The snapshot of a run that goes on."""
     reply = pb.StatusReply.FromString(await _call(run_name, "Status", pb.StatusRequest().SerializeToString()))
     snapshot: dict[str, Any] = json.loads(reply.status_json)
-    return snapshot
+    return {"running": True, **snapshot}
+
+
+async def last_status(run_name: str | None) -> dict[str, Any]:
+    """As `ask_status`; of a run that does not go on, what its folder says of it, with `running` false."""
+    try:
+        return await ask_status(run_name)
+    except CoordinatorUnreachable:
+        folder, _ = operator_of(run_name)
+        if not (folder / MARK).exists():
+            raise
+        known = _result(folder) or {}
+        return {
+            "running": False,
+            "run_dir": str(folder),
+            **known,
+            **await asyncio.to_thread(progress_in_folder, folder),
+        }
+
+
+async def settings(run_name: str | None) -> list[str]:
+    """What was done to a run so far, a line each."""
+    folder, _ = operator_of(run_name)
+    if (folder / MARK).exists():
+        return await asyncio.to_thread(operations_in_folder, folder)
+    return [f"round {o['round']}: {o['text']}" for o in (await ask_status(run_name))["operations"]]
 
 
 async def admin(run_name: str | None, action: str, **fields: Any) -> str:
@@ -43,7 +69,8 @@ async def change(run_name: str | None, setting: str) -> str:
         folder, identity = operator_of(run_name)
         if not (folder / MARK).exists():
             raise  # an operator's own folder: the run lies elsewhere
-        return await asyncio.to_thread(set_in_folder, folder, setting, at=time.time(), by=identity.worker_id)
+        said = await asyncio.to_thread(set_in_folder, folder, setting, at=time.time(), by=identity.worker_id)
+        return f"{said}; {over}" if (over := _how_it_ended(folder)) else said
 
 
 async def _call(run_name: str | None, method: str, request: bytes) -> bytes:
@@ -63,9 +90,7 @@ async def _call(run_name: str | None, method: str, request: bytes) -> bytes:
 
 def _how_it_ended(folder: Path) -> str:
     """From what a run leaves in its folder at its end; "" if it has not come to one."""
-    try:
-        result = json.loads((folder / RESULT_FILE).read_bytes())
-    except (OSError, ValueError):
+    if (result := _result(folder)) is None:
         return ""
     what = f"{result['rounds']} rounds and {result['tokens']:,} tokens"
     if result["stopped"]:
@@ -75,6 +100,15 @@ def _how_it_ended(folder: Path) -> str:
         )
     loss = "" if result["final_val_loss"] is None else f", validation loss {result['final_val_loss']:.4f}"
     return f"the run in {folder} is finished: {what}{loss}; its model is in {result['model_dir']}"
+
+
+def _result(folder: Path) -> dict[str, Any] | None:
+    """A `RunResult` as JSON, from the end of the process that ended last."""
+    try:
+        found: Any = json.loads((folder / RESULT_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return cast(dict[str, Any], found) if isinstance(found, dict) else None
 
 
 def operator_of(run_name: str | None) -> tuple[Path, Identity]:

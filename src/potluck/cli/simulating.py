@@ -13,6 +13,7 @@ import torch
 
 from potluck.cli.simulating_tiles import simulate_tiles, tiles_text
 from potluck.cli.units import format_bytes, format_count, format_rounds, format_seconds
+from potluck.coordinator.events import Event
 from potluck.coordinator.prepare import sketch
 from potluck.coordinator.recipe import load_recipe
 from potluck.simulator.exact.fuzz import Verdict, fuzz
@@ -22,11 +23,12 @@ from potluck.simulator.large.meta import CoordinatorMachine
 from potluck.simulator.large.picture import timeline_svg
 from potluck.simulator.large.report import DeviceReport, ScaleReport
 from potluck.simulator.large.scale import simulate_scale
-from potluck.storage.files import write_atomic
+from potluck.storage.files import unfinished_name, write_atomic
 from potluck.strategies.sub_gemm.strategy import SubGEMM
-from potluck.types.errors import PotluckError
+from potluck.types.errors import PotluckError, ResourceError
 
 lines_shown = 40
+progress_interval_s = 10.0
 
 
 def run_fuzz(num_seeds: int, *, first_seed: int, num_jobs: int, keep_going: bool) -> dict[str, Any]:
@@ -60,6 +62,8 @@ def simulate_recipe(
     overrides: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """Play a recipe on a fleet without its values: only time, bytes and energy. RecipeError."""
+    if picture is not None:
+        _require_writable(picture)
     plan = sketch(load_recipe(recipe, list(overrides)))
     machines = load_fleet(fleet)
     if isinstance(plan.strategy, SubGEMM):
@@ -77,12 +81,40 @@ def simulate_recipe(
             up_bytes_per_s=machines.coordinator_up_bytes_per_s, down_bytes_per_s=machines.coordinator_down_bytes_per_s
         ),
         faults=draw_faults(machines.devices, seed=seed, per_hour=faults_per_hour) if faults_per_hour else (),
+        told=_Progress(),
     )
     played = f"{format_rounds(report.num_rounds)} in {format_seconds(report.seconds)}"
     title = f"{plan.spec.name} on {machines.name}: {played}"
     if picture is not None:
         write_atomic(picture, timeline_svg(report, title).encode())
     return {"recipe": plan.spec.name, "fleet": machines.name, "seed": seed} | _figures(report, time.monotonic() - begun)
+
+
+class _Progress:
+    """A line on standard error now and then, once a play takes long."""
+
+    def __init__(self) -> None:
+        self._begun = self._said = time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        now = time.monotonic()
+        if now - self._said < progress_interval_s:
+            return
+        self._said = now
+        print(f"after {now - self._begun:.0f} s: {event.text}", file=sys.stderr, flush=True)
+
+
+def _require_writable(path: Path) -> None:
+    """Before minutes are spent on what is to be written there. ResourceError."""
+    if path.is_dir():
+        raise ResourceError(f"{path} is a folder; give the name of a file to write the picture to")
+    scratch = unfinished_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.touch()
+        scratch.unlink()
+    except OSError as error:
+        raise ResourceError(f"{path} cannot be written ({error.strerror}); give another place for it") from error
 
 
 def _figures(report: ScaleReport, real_s: float) -> dict[str, Any]:

@@ -20,6 +20,17 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * factor)
 
 
+least_memory_bytes = 1 << 20
+
+
+def parse_memory(text: str) -> int:
+    """As `parse_bytes`, for memory to train in. PotluckError."""
+    num_bytes = parse_bytes(text)
+    if num_bytes < least_memory_bytes:
+        raise PotluckError(f"{text} is too little memory to train in; give at least 1MiB, or leave it out for no limit")
+    return num_bytes
+
+
 def parse_hours(text: str) -> tuple[int, int]:
     """`22-7`: from 22:00 to 7:00, local time. PotluckError."""
     match = re.fullmatch(r"\s*(\d{1,2})\s*-\s*(\d{1,2})\s*", text)

@@ -22,6 +22,7 @@ from potluck.storage.ledger import MARK, Ledger, Operation
 from potluck.types.errors import RecipeError
 
 SET = "set"
+spent = "; that much is done already, so no further round begins"
 LIVE_KEYS = (
     "budget.tokens",
     "budget.rounds",
@@ -108,7 +109,8 @@ class Changes:
         run.operations.append(operation)
         run.adopt(replanned(run.plan, recipe))
         run.tell("changed", f"{by}: {sentence(operation)}", key=key, value=operation.value["value"])
-        return sentence(operation)
+        is_spent = key.startswith("budget.") and run.state is not None and run.facts.progress(run.state) >= 1.0
+        return sentence(operation) + (spent if is_spent else "")
 
 
 def recipe_of(folder: Path, given: Recipe) -> tuple[Recipe, list[str]]:
@@ -142,7 +144,12 @@ def _set_in_ledger(ledger: Ledger, folder: Path, setting: str, *, at: float, by:
     state = ledger.last_state()
     operation = _operation(key, given, before, recipe, at=at, round=state["round"] if state else 0, by=by)
     ledger.record(operation)
-    return f"when the run goes on, {sentence(operation)}"
+    said = f"when the run goes on, {sentence(operation)}"
+    if state is None or not key.startswith("budget."):
+        return said
+    budget = recipe.budget.to_budget()
+    done = budget.progress(tokens=state["tokens"], rounds=state["round"], seconds=state["seconds"])
+    return said + (spent if done >= 1.0 else "")
 
 
 def sentence(operation: Operation) -> str:

@@ -90,6 +90,7 @@ class Coordinator:
         self.failure: BaseException | None = None  # what ends the run, such as a full disk here
         self.recovered = asyncio.Event()
         self.uploads = Uploads()
+        self.told_of: dict[WorkerId, str] = {}  # what people should know of a worker, for as long as this process lives
         self.traffic: Callable[[str], Traffic] = lambda _: Traffic()  # of this process, by worker; set by the host
         self.seen: Callable[[str], None] = lambda _: None  # blocks; notes in the member book that a worker was here
         self.tidy: Callable[[], None] = lambda: None  # blocks; gives memory that is free back to the system

@@ -109,9 +109,9 @@ def _known_ports(folder: Path) -> tuple[int, int]:
     """The ports of the process before, so that its workers find this one; (0, 0), any, where they are taken."""
     try:
         enrol, serve = json.loads((folder / "ports.json").read_bytes())
-    except (OSError, ValueError, TypeError):
+        pair = (int(enrol), int(serve))
+    except (OSError, ValueError, TypeError, OverflowError):
         return 0, 0
-    pair = (int(enrol), int(serve))
     return pair if all(map(_is_free, pair)) else (0, 0)
 
 

@@ -34,22 +34,21 @@ class Past:
     tell: Tell
 
     async def last(self, facts: RunFacts) -> State:
-        """The last committed state whose files are whole, else the one of a checkpoint, else the first.
+        """The last committed state if its files are whole, else that of a checkpoint, to which the ledger goes back.
 
-        The ledger has gone back to it.
+        The first state where nothing was committed yet; CorruptError where something was and nothing of it is whole.
         """
         stored = await self.lanes.ledger.run(self.ledger.last_state)
-        first = self.strategy.init(facts)
         if stored is not None:
             try:
                 committed = self.strategy.State.from_json(stored)
                 await self.lanes.compute.run(self._verify, committed)
                 return committed
             except CorruptError as error:
-                return await self._from_checkpoint(first, str(error))
+                return await self._from_checkpoint(str(error))
         if await self.lanes.compute.run(self.checkpoints.names):
-            return await self._from_checkpoint(first, "the ledger knows no round")
-        return first
+            return await self._from_checkpoint("the ledger knows no round")
+        return self.strategy.init(facts)
 
     async def before(self, good_round: int, facts: RunFacts) -> tuple[State, Any]:
         """The newest checkpoint of at most that round, else the oldest, else the first state; and its deal of the data.
@@ -69,14 +68,19 @@ class Past:
         for handle in state.handles():
             self.params.check(handle)
 
-    async def _from_checkpoint(self, first: State, reason: str) -> State:
+    async def _from_checkpoint(self, reason: str) -> State:
         found = await self.lanes.compute.run(self.checkpoints.load_latest)
         for skipped in self.checkpoints.skipped:
             self.tell("note", skipped)
-        if found is None:
-            self.tell("note", f"{reason}; there is no checkpoint, so the run starts again")
-            await self.lanes.ledger.run(self.ledger.roll_back, 0, self.deck.fresh(), lost_files)
-            return first
+        if found is None:  # to start again is for people to decide: there may be a copy
+            known = await self.lanes.ledger.run(self.ledger.last_state)
+            lost = f"its {known['round']} committed rounds" if known else "the rounds that it had committed"
+            skipped = "".join(f"; {text}" for text in self.checkpoints.skipped)
+            raise CorruptError(
+                f"the run in {self.checkpoints.folder.parent} has lost {lost}: {reason}; no checkpoint is whole"
+                f"{skipped}; put a copy of its folders params or checkpoints back, or move the whole run folder away "
+                "and start again"
+            )
         state, deal = self._state_of(*found)
         await self.lanes.ledger.run(self.ledger.roll_back, state.round, deal, lost_files)
         self.tell("note", f"{reason}; going back to the checkpoint of round {state.round}", round=state.round)

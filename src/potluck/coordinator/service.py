@@ -13,6 +13,7 @@ from potluck.codecs.base import codec
 from potluck.codecs.bundle import flat_size, pack_tensors, unpack_tensors
 from potluck.coordinator.core import Coordinator
 from potluck.coordinator.status import snapshot
+from potluck.coordinator.twins import Twins
 from potluck.fleet.leases import OpenLease
 from potluck.fleet.roster import LeaseId, Member, missed_heartbeats
 from potluck.fleet.spread import Lane
@@ -30,7 +31,9 @@ from potluck.types.ids import Digest, WorkerId
 from potluck.types.profile import DeviceProfile
 
 MAX_STRATEGY_FILES = 64
+MAX_PROCESS_NAME = 64
 MAX_REPORTS = 100  # of one worker between two heartbeats; more wait, and their sender with them
+MAX_REPORTS_S = 10.0
 REPORT_BYTES = 64 << 10
 """A longer report counts as so many more: reading 4 MiB of small things takes a quarter of a second."""
 MAX_INLINE_BYTES = 256 << 20  # of results that one worker sends inline and has not completed
@@ -57,6 +60,7 @@ class CoordinatorService:
         self._turns: dict[tuple[str, WorkerId], float] = {}  # when its next arrival of a kind has its turn
         self._num_transfers: Counter[WorkerId] = Counter()
         self._data_over: dict[WorkerId, asyncio.Event] = {}  # ends the Data stream that it has now
+        self._twins = Twins(self._tell_of_twins)
         self._run_json = run.plan.spec.model_dump_json()
         self._max_upload_bytes = int(run_size * upload_slack) + (1 << 20)
 
@@ -115,12 +119,17 @@ class CoordinatorService:
         except ValueError as error:
             raise Refused(f"the profile of {peer.id} is refused: {error}") from error
         await self._turn_of("Welcome", peer.id)
+        self._twins.welcome(peer.id, request.process[:MAX_PROCESS_NAME], self.run.clock.now())
         await self.run.lanes.ledger.run(self.run.seen, peer.id)
         known = peer.id in self.run.roster.members
         self.run.roster.arrive(peer.id, profile, self.run.clock.now())
         self.run.tell("joined", f"{peer.id} {'is back' if known else 'joined'} ({profile.device})", worker=peer.id)
         reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=self._run_json)
         return reply.SerializeToString()
+
+    def _tell_of_twins(self, worker: WorkerId, text: str) -> None:
+        self.run.told_of[worker] = text
+        self.run.tell("note", text, worker=worker)
 
     async def _turn_of(self, kind: str, worker: WorkerId, *, at_once_s: float = 0.0) -> None:
         """Each arrival costs a line in the log, a Welcome also a write to the disk: one worker has so many of them."""
@@ -154,7 +163,8 @@ class CoordinatorService:
                 self.run.deck.release(member.id)
 
     async def _read_reports(self, member: Member, channel: Channel) -> None:
-        heartbeat_s, clock = self.run.config.heartbeat_s, self.run.clock
+        clock = self.run.clock
+        heartbeat_s = min(self.run.config.heartbeat_s, MAX_REPORTS_S)  # none is due where the network vouches for all
         num_reports, since = 0, clock.now()
         while True:
             if num_reports >= MAX_REPORTS:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from potluck.coordinator.changes import sentence
-from potluck.coordinator.core import ROLL_BACK, Coordinator
+from potluck.coordinator.core import ROLL_BACK, Coordinator, open_ledger
 from potluck.fleet.roster import Member, absence
 from potluck.storage.ledger import Operation
 
@@ -38,6 +40,20 @@ def snapshot(run: Coordinator) -> dict[str, Any]:
         "operations": [{"round": o.round, "at": o.at, "text": told(o)} for o in run.operations[-max_operations:]],
         "workers": [_worker(run, m, given.get(m.id, {})) for m in sorted(run.roster.members.values(), key=_id)],
     }
+
+
+def operations_in_folder(folder: Path) -> list[str]:
+    """What was done to the run in a folder, a line each, whether it goes on or not. Blocks."""
+    with closing(open_ledger(folder, durable=False)) as ledger:
+        return [f"round {o.round}: {told(o)}" for o in ledger.operations()]
+
+
+def progress_in_folder(folder: Path) -> dict[str, Any]:
+    """How far a run came that does not go on. Blocks."""
+    with closing(open_ledger(folder, durable=False)) as ledger:
+        state = ledger.last_state() or {}
+    names = {"round": 0, "tokens": 0, "seconds": 0.0}
+    return {**{name: state.get(name, none) for name, none in names.items()}, "loss": state.get("loss")}
 
 
 def told(operation: Operation) -> str:
@@ -78,5 +94,5 @@ def _worker(run: Coordinator, member: Member, given: dict[str, Any]) -> dict[str
         "up_bytes_per_s": member.up_bytes_per_s,
         "down_bytes_per_s": member.down_bytes_per_s,
         "rtt_s": member.profile.link.rtt_s,
-        "note": member.note,
+        "note": run.told_of.get(member.id) or member.note,
     }

@@ -155,7 +155,7 @@ class Publisher:
             handles = [(_handle(fragments), check_digest(digest)) for fragments, digest in value["handles"]]
             latest = {str(name): check_digest(digest) for name, digest in value["latest"].items()}
             deltas = {str(n): [Delta(*map(check_digest, row)) for row in rows] for n, rows in value["deltas"].items()}
-        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, Refused):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, Refused):
             return  # a power cut may leave a file without content: the next version is sent whole
         has = self._objects.has
         self._published = {handle: digest for handle, digest in handles if has(digest)}

@@ -85,7 +85,7 @@ def checkpoint_activations(module: nn.Module) -> None:
 
 
 class _EmptyIsMeta(TorchFunctionMode):
-    """In this thread, `torch.empty` allocates nothing: what modules make their parameters with, before filling them."""
+    """In this thread, `torch.empty` allocates nothing: what modules make their parameters with. Nor are they filled."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,6 +93,10 @@ class _EmptyIsMeta(TorchFunctionMode):
         options = dict(kwargs or {})
         if func is torch.empty:
             options["device"] = "meta"
+        elif getattr(func, "__module__", "") == "torch.nn.init":
+            tensor = options["tensor"] if "tensor" in options else args[0]
+            if tensor.is_meta:  # going through the motions is a tenth of a simulated run
+                return tensor
         return func(*args, **options)
 
 

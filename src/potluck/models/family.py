@@ -171,7 +171,7 @@ def _stored_config(model: ModelConfig) -> dict[str, Any]:
         path = found
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not JSON: {error}; give another model") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds a {type(config).__name__} and not a configuration; give another model")

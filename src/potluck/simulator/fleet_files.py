@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from potluck.coordinator.mistakes import nearest, sentence
 from potluck.simulator.fleets import Device, Range
@@ -30,14 +31,38 @@ folder = Path(__file__).resolve().parent.parent / "fleets"
 MAX_DEVICES = 100_000
 
 
-def _ordered(value: float | tuple[float, float]) -> float | tuple[float, float]:
-    low, high = value if isinstance(value, tuple) else (value, value)
-    if not 0 <= low <= high < math.inf:
-        raise ValueError(f"{low:g} to {high:g} is no range; write the smaller number first, neither below 0")
+def _number(value: object) -> object:
+    """TOML's true and false are no numbers."""
+    ends: tuple[object, ...] = (value,)
+    if isinstance(value, list):
+        ends = tuple(cast(list[object], value))
+    if any(isinstance(end, bool) for end in ends):
+        raise ValueError("true and false are no quantities; write a number")
     return value
 
 
-Quantity = Annotated[float | tuple[float, float], AfterValidator(_ordered)]
+def _within(least: float, most: float) -> Callable[[float | tuple[float, float]], float | tuple[float, float]]:
+    """Between what such a machine can be: a play of anything else would have no end or no meaning."""
+
+    def check(value: float | tuple[float, float]) -> float | tuple[float, float]:
+        low, high = value if isinstance(value, tuple) else (value, value)
+        if not low <= high:
+            raise ValueError(f"{low:g} to {high:g} is no range; write the smaller number first")
+        if not least <= low <= high <= most:
+            raise ValueError(f"{low if low < least else high:g} is not in {least:g} to {most:g}")
+        return value
+
+    return check
+
+
+Quantity = float | tuple[float, float]
+Flops = Annotated[Quantity, AfterValidator(_within(0.01, 1e8)), BeforeValidator(_number)]
+Memory = Annotated[Quantity, AfterValidator(_within(0.001, 1e6)), BeforeValidator(_number)]
+Rate = Annotated[Quantity, AfterValidator(_within(0.01, 1e7)), BeforeValidator(_number)]
+RoundTrip = Annotated[Quantity, AfterValidator(_within(0.0, 10_000.0)), BeforeValidator(_number)]
+Share = Annotated[Quantity, AfterValidator(_within(0.01, 1.0)), BeforeValidator(_number)]
+Power = Annotated[Quantity, AfterValidator(_within(0.0, 1e6)), BeforeValidator(_number)]
+LinkRate = Annotated[float, Field(ge=0.01, le=1e7), BeforeValidator(_number)]
 
 
 class DeviceClass(BaseModel):
@@ -46,15 +71,17 @@ class DeviceClass(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,40}$", description="of the class; its machines are NAME-1, NAME-2, …")
-    count: int = Field(default=1, ge=1, le=MAX_DEVICES, description="machines of this class")
-    gflops: Quantity = Field(description="10^9 floating-point operations a second that training reaches")
-    memory_gb: Quantity = Field(default=8.0, description="free memory")
-    up_mbit_s: Quantity | None = Field(default=None, description="to the coordinator; left out, no limit")
-    down_mbit_s: Quantity | None = Field(default=None, description="from the coordinator; left out, no limit")
-    rtt_ms: Quantity = Field(default=0.0, description="round-trip time")
-    duty: Quantity = Field(default=1.0, description="share of its time in which its owner lets it work")
-    idle_w: Quantity = Field(default=0.0, description="watts while it waits")
-    busy_w: Quantity = Field(default=0.0, description="watts while it computes")
+    count: Annotated[int, BeforeValidator(_number)] = Field(
+        default=1, ge=1, le=MAX_DEVICES, description="machines of this class"
+    )
+    gflops: Flops = Field(description="10^9 floating-point operations a second that training reaches")
+    memory_gb: Memory = Field(default=8.0, description="free memory")
+    up_mbit_s: Rate | None = Field(default=None, description="to the coordinator; left out, no limit")
+    down_mbit_s: Rate | None = Field(default=None, description="from the coordinator; left out, no limit")
+    rtt_ms: RoundTrip = Field(default=0.0, description="round-trip time")
+    duty: Share = Field(default=1.0, description="share of its time in which its owner lets it work")
+    idle_w: Power = Field(default=0.0, description="watts while it waits")
+    busy_w: Power = Field(default=0.0, description="watts while it computes")
 
     def device(self) -> Device:
         return Device(
@@ -76,9 +103,9 @@ class CoordinatorLink(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    up_mbit_s: float | None = Field(default=None, gt=0, description="to the workers, together; left out, no limit")
-    down_mbit_s: float | None = Field(default=None, gt=0, description="from the workers, together; left out, no limit")
-    compare_mbit_s: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+    up_mbit_s: LinkRate | None = Field(default=None, description="to the workers, together; left out, no limit")
+    down_mbit_s: LinkRate | None = Field(default=None, description="from the workers, together; left out, no limit")
+    compare_mbit_s: tuple[LinkRate, ...] = Field(
         default=(), max_length=8, description="other rates of it, both ways, that a simulation of sub_gemm sets beside"
     )
 
@@ -118,6 +145,8 @@ def load_fleet(name: str) -> FleetFile:
         path = known[name]
     elif not path.is_file():
         near = nearest(name, known)
+        if path.is_dir():
+            raise RecipeError(f"{name} is a folder, not a fleet file; give a .toml file, or {', '.join(known)}")
         hint = f"did you mean {near}?" if near else f"shipped are {', '.join(known)}"
         raise RecipeError(f"there is no fleet file {name}; {hint}")
     try:

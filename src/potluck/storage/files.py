@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from potluck.types.disk import free_bytes, full_disk_named, require_free, reserve
-from potluck.types.errors import PotluckError
+from potluck.types.errors import PotluckError, ResourceError
 
 __all__ = [
     "FolderLock",
@@ -37,8 +37,10 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object], *, d
     """Write `path` so that a reader finds the old content or the new, whole, whenever the process dies.
 
     `content` is the bytes, or a function that writes them to the open file. `durable` adds the fsyncs that a power
-    cut asks for. ResourceError if the disk is full.
+    cut asks for. ResourceError if the disk is full, or a folder is in its place.
     """
+    if path.is_dir():
+        raise ResourceError(f"{path} is a folder and a file of that name is to be written; move it away")
     need_bytes = len(content) if isinstance(content, bytes) else 0
     scratch = unfinished_name(path)
     try:
@@ -109,8 +111,12 @@ def is_same_boot(folder: Path) -> bool:
 
     After a start, files that were not synced may hold anything.
     """
-    path = folder / "boot"
-    return not path.is_file() or path.read_text().strip() == boot_id()
+    try:
+        return (folder / "boot").read_bytes().strip() == boot_id().encode()
+    except FileNotFoundError:
+        return True
+    except OSError:  # it is there and says nothing
+        return False
 
 
 def note_boot(folder: Path) -> None:

@@ -363,7 +363,7 @@ def _arrived(partial: Path) -> int:
     """Bytes of a partial file that were received; 0 if nobody wrote down how many."""
     try:
         noted = int.from_bytes(_offset_path(partial).read_bytes()[:_offset_bytes], "little")
-    except FileNotFoundError:
+    except OSError:
         return 0
     return min(noted, _size(partial))
 

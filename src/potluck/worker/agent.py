@@ -31,6 +31,8 @@ from potluck.worker.runner import Runner
 first_wait_s = 0.5
 longest_wait_s = 2.0
 """A coordinator that comes back is found again so soon."""
+repeat_s = 60.0
+"""Between two lines for people about the same trouble."""
 MAX_RUN_JSON_BYTES = 1 << 26
 MAX_SENTENCE_LENGTH = 500
 MAX_HEARTBEAT_S = 3600.0
@@ -51,6 +53,7 @@ class Introduction:
     id: WorkerId
     profile: DeviceProfile
     strategies: tuple[tuple[str, str], ...] = ()  # (file name, digest) that the owner allows
+    process: str = ""  # a name of this process, which no other has
 
 
 class Agent:
@@ -75,6 +78,7 @@ class Agent:
         self.runner: Runner | None = None
         self.spec: RunSpec | None = None
         self._reconnect = asyncio.Event()
+        self._unreached = ("", 0.0)  # what was last told of a coordinator that cannot be reached, and when
         self._heartbeat_s = 0.0  # as the coordinator last said; 0 for as the run's description says
         self._least_heartbeat_s = least_heartbeat_s  # where the network itself knows that this worker is well
         self.ended = ""  # why the run ended, as the coordinator said it
@@ -82,14 +86,14 @@ class Agent:
     async def work(self) -> None:
         """Until the run ends, the worker leaves, or the coordinator refuses it (Refused)."""
         running: asyncio.Task[None] | None = None
-        wait_s, first_try, said = first_wait_s, self._clock.now(), ""
+        wait_s, first_try = first_wait_s, self._clock.now()
         try:
             while not self.ended and not self._leaving.is_set():
                 try:
                     connection = await self._connect()
                     try:
                         await self._join(connection)
-                        wait_s, said = first_wait_s, ""
+                        wait_s, self._unreached = first_wait_s, ("", 0.0)
                         assert self.runner is not None
                         if running is None:
                             running = asyncio.create_task(self.runner.run())
@@ -102,9 +106,7 @@ class Agent:
                         raise CoordinatorUnreachable(
                             f"no coordinator answers ({lost}); check the address and that `potluck host` runs there"
                         ) from lost
-                    if str(lost) != said:  # once for each cause: it may be away for days
-                        said = str(lost)
-                        self._told(f"the coordinator cannot be reached ({lost}); trying again until it can")
+                    self._tell_unreached(f"the coordinator cannot be reached ({lost}); trying again")
                 if not self.ended:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(wait_s * self._random.uniform(0.5, 1.0)):
@@ -118,6 +120,13 @@ class Agent:
                 await asyncio.gather(running, return_exceptions=True)
             if self.runner is not None:
                 self.runner.folder.objects.spares.clear()
+
+    def _tell_unreached(self, text: str) -> None:
+        """Once, and again each minute or when it is for another reason: it is tried many times a minute."""
+        now = self._clock.now()
+        if text != self._unreached[0] or now - self._unreached[1] >= repeat_s:
+            self._told(text)
+            self._unreached = (text, now)
 
     def leave(self) -> None:
         """Hand everything back and go; the coordinator is told first if it can be reached."""
@@ -154,6 +163,7 @@ class Agent:
             version=version(),
             profile_json=json.dumps(self.profile.to_json()),
             strategies=[pb.StrategyFile(name=n, digest=d) for n, d in self.introduction.strategies],
+            process=self.introduction.process,
         )
         data = await connection.call("Welcome", request.SerializeToString())
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,6 +66,7 @@ class _Joining:
         self.options, self.files, self.compute, self.say = options, files, compute, say
         self.clock: Clock = SystemClock()
         self._folder = options.state_dir / "identity"
+        self._process = secrets.token_hex(8)
         self._leaving = asyncio.Event()
         self._profile: DeviceProfile | None = None
         self._terms = Terms(options.state_dir, Machine(), hours=options.hours, only_when=options.only_when)
@@ -156,7 +158,9 @@ class _Joining:
             return runner
 
         agent = Agent(
-            Introduction(id=self._identity.worker_id, profile=profile, strategies=self._strategies),
+            Introduction(
+                id=self._identity.worker_id, profile=profile, strategies=self._strategies, process=self._process
+            ),
             connect=connect, equip=equipped, clock=self.clock, told=self.say,
         )  # fmt: skip
         return agent

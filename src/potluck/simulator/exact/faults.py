@@ -1,14 +1,16 @@
 """Faults from a seed, at any point where a process could be interrupted.
 
 A machine's points are counted over all its lives: before and after each piece of work it runs, each message it sends or
-receives, and each file it opens for writing, renames or removes. A `Fault` strikes at the n-th. So one seed names one
-history, and a fault can fall between any two steps of a program, not only between two moments of the clock.
+receives, and each file it opens for writing, renames or removes. A `Fault` strikes at the n-th, or at the n-th after
+something of that machine: the second commit, say. So one seed names one history, and a fault can fall between any two
+steps of a program, not only between two moments of the clock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -29,17 +31,29 @@ WORKERS_ONLY: frozenset[Kind] = frozenset({"wiped", "leave", "corrupt"})
 coordinator = "coordinator"
 
 
+BOOT = "boot"
+"""A machine's process begins."""
+aims = {coordinator: ("commit", "discard", "reply", "issue", "settle", BOOT), "": ("_perform", "_encode", BOOT)}
+"""Work whose end faults are aimed at, by the names of its functions: the coordinator's, and that of workers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """`kind` strikes `machine` at its `point`-th point; what lasts does so for `lasts_s` seconds."""
+    """`kind` strikes `machine` at its `point`-th point; what lasts does so for `lasts_s` seconds.
+
+    With `after` points count from the end of the `nth` piece of work of that name: the first is right behind it.
+    """
 
     machine: str
     kind: Kind
     point: int
     lasts_s: float
+    after: str = ""
+    nth: int = 1
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.machine}@{self.point}+{self.lasts_s:g}s"
+        since = f"{self.after}#{self.nth}+" if self.after else ""
+        return f"{self.kind}:{self.machine}@{since}{self.point}+{self.lasts_s:g}s"
 
 
 def draw(
@@ -56,14 +70,34 @@ def draw(
     return tuple(found)
 
 
+def aim(chance: random.Random, workers: Sequence[str], *, kinds: Sequence[Kind] = KINDS) -> tuple[Fault, ...]:
+    """A few faults close to what matters: a process dies, or is cut off for long, just after it."""
+    machine = chance.choice((coordinator, *workers))
+    may_be: list[Kind] = [k for k in ("crash", "crash", "torn", "hang", "partition") if k in kinds]
+    return tuple(
+        Fault(
+            machine=machine, kind=chance.choice(may_be), point=chance.choice((1, 1, 2, 3, 5, 8, 13, 21)),
+            lasts_s=round(chance.choice((0.5, 10.0, 30.0)) * chance.uniform(0.8, 1.2), 2),
+            after=chance.choice(aims.get(machine, aims[""])), nth=chance.randint(1, 6),
+        )
+        for _ in range(chance.randint(1, 3) if may_be else 0)
+    )  # fmt: skip
+
+
 class Chaos:
     """The fate of a world: strikes with its faults, and repairs what they broke when their time is over."""
 
     def __init__(self, faults: Sequence[Fault], told: Callable[[str], None] = lambda _: None) -> None:
         self._told = told
-        self._due: dict[str, list[Fault]] = {}
+        self._due: dict[str, list[tuple[int, Fault]]] = {}  # by machine, with the points they strike at, in order
+        self._aimed: dict[tuple[str, str, int], list[Fault]] = {}
         for fault in sorted(faults, key=lambda f: f.point):
-            self._due.setdefault(fault.machine, []).append(fault)
+            if fault.after:
+                self._aimed.setdefault((fault.machine, fault.after, fault.nth), []).append(fault)
+            else:
+                self._due.setdefault(fault.machine, []).append((fault.point, fault))
+        self._num_done: dict[tuple[str, str], int] = {}
+        self._lives: dict[str, Life] = {}
         self.points: dict[str, int] = {}
         self.struck: list[Fault] = []
         self._stopped: dict[str, asyncio.Event] = {}  # machines that stand still
@@ -114,14 +148,31 @@ class Chaos:
             return (flipped(message),)
         return (message,)
 
+    def did(self, life: Life, what: str) -> None:
+        if not life.alive or not self._aimed:
+            return
+        machine = life.machine
+        self._num_done[machine, what] = nth = self._num_done.get((machine, what), 0) + 1
+        for fault in self._aimed.pop((machine, what, nth), ()):
+            insort(
+                self._due.setdefault(machine, []), (self.points.get(machine, 0) + fault.point, fault),
+                key=lambda due: due[0],
+            )  # fmt: skip
+
     def _due_now(self, life: Life) -> list[Fault]:
         machine = life.machine
+        if self._lives.get(machine) is not life:
+            self._lives[machine] = life
+            self.did(life, BOOT)
         self.points[machine] = number = self.points.get(machine, 0) + 1
         due = self._due.get(machine, [])
         found: list[Fault] = []
-        while due and due[0].point <= number:
-            found.append(due.pop(0))
+        while due and due[0][0] <= number:
+            found.append(due.pop(0)[1])
         return found
+
+    def stands_still(self, machine: str) -> bool:
+        return machine in self._stopped
 
     # What happens
 

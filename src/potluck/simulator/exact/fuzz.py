@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -25,16 +26,19 @@ import torch
 
 from potluck.aggregation.config import AggregationConfig
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.coordinator.core import Coordinator
 from potluck.coordinator.events import Event
 from potluck.coordinator.plan import CheckpointConfig, ValidationConfig
 from potluck.fleet.config import FleetConfig
 from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
-from potluck.simulator.exact.faults import KINDS, Chaos, Fault, Kind, coordinator, draw
+from potluck.simulator.exact.faults import KINDS, Chaos, Fault, Kind, aim, coordinator, draw
 from potluck.simulator.exact.invariants import Violated, Witness
 from potluck.simulator.exact.lives import own_tasks
 from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.reference import Reference
 from potluck.simulator.exact.world import World
+from potluck.storage.ledger import ReplyRow
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.sub_gemm.strategy import SubGEMM, SubGEMMConfig
@@ -45,6 +49,8 @@ from potluck.types.errors import PotluckError, RunStopped
 most_virtual_s = 4 * 3600.0
 most_real_s = 120.0
 look_interval_s = 0.25
+calm_every = 8
+"""Of so many seeds one is played without its faults too."""
 _shared_memory = "/dev/shm"
 strategies = ("diloco", "sync_sgd")
 
@@ -68,6 +74,7 @@ class Case:
     links: tuple[Link, ...]  # of each worker
     seconds: tuple[float, ...]  # that each worker takes for four sequences
     faults: tuple[Fault, ...]
+    min_reply_fraction: float
     reconnect_s: float = 6.0
 
     @property
@@ -134,8 +141,33 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
             most_points=chance.choice((60, 200, 500)),
             kinds=kinds,
         ),
+        min_reply_fraction=chance.choice((0.5, 0.5, 1.0)),
     )
-    return case if case.balance == "none" or case.strategy != "diloco" else _with_late_work(case, chance, kinds)
+    case = replace(case, faults=(*case.faults, *aim(chance, case.workers, kinds=kinds)))
+    if case.strategy != "diloco":
+        return case
+    if case.balance == "none":
+        return _with_lost_work(case, chance, kinds) if chance.random() < 0.5 else case
+    return _with_late_work(case, chance, kinds)
+
+
+def _with_lost_work(case: Case, chance: random.Random, kinds: Sequence[Kind]) -> Case:
+    """Some lose a task in its middle, of which a snapshot stays, and come back to another one: of a later round, or of
+    the same with other data, where one of them stays away."""
+    ways: list[Kind] = [kind for kind in ("crash", "hang", "partition") if kind in kinds]
+    nth = chance.randint(1, 9)
+    lost = chance.sample(case.workers, min(2, len(case.workers))) if ways else []
+    faults = tuple(
+        Fault(
+            machine=worker, kind=chance.choice(ways), point=chance.randint(1, 3), lasts_s=lasts_s,
+            after="_perform", nth=nth + chance.randint(0, 1),
+        )
+        for worker, lasts_s in zip(lost, (8.0, chance.choice((8.0, 60.0))), strict=False)
+    )  # fmt: skip
+    return replace(
+        case, num_rounds=4, num_inner_steps=3, min_workers=1, snapshot_every=1, faults=(*case.faults[:1], *faults),
+        seconds=tuple(max(seconds, 2.0) for seconds in case.seconds),
+    )  # fmt: skip
 
 
 def _with_late_work(case: Case, chance: random.Random, kinds: Sequence[Kind]) -> Case:
@@ -162,7 +194,8 @@ def play_seed(
     case = case_of(seed, only=only, kinds=kinds)
     play = _Play(case, case.faults if faults is None else tuple(faults))
     verdict = play.run()
-    if verdict.outcome == "finished" and verdict.struck and all(f.kind != "wiped" for f in verdict.struck):
+    is_due = seed % calm_every == 0 and all(f.kind != "wiped" for f in verdict.struck)
+    if verdict.outcome == "finished" and verdict.struck and is_due:
         calm = _Play(case, ())
         if not calm.run().is_good:
             return replace(verdict, outcome="violated", detail="the run without faults does not finish")
@@ -267,6 +300,9 @@ class _Play:
         plan = problem.plan(self._strategy())
         alone = SubGEMM(SubGEMMConfig()) if case.strategy == "sub_gemm" else None
         self.witness = Witness(problem.num_shards * problem.sequences_per_shard, problem.seq_len, alone=alone)
+        reference = Reference(plan.spec, folder / "reference")
+        self.witness.redo = partial(self._redo, reference)
+        self.witness.adopted = reference.adopt
         self.world = world = World(
             plan, problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor, fate=self.chaos
         )
@@ -287,6 +323,10 @@ class _Play:
             num_points=sum(self.chaos.points.values()), num_cut_short=self.witness.num_cut_short,
             history=tuple(self._history),
         )  # fmt: skip
+
+    def _redo(self, reference: Reference, run: Coordinator, lease: pb.Lease, row: ReplyRow) -> None:
+        wiped = any(fault.kind == "wiped" and fault.machine == row.worker for fault in self.chaos.struck)
+        reference.check(lease, row, run.objects, may_be_fresh=wiped)
 
     def _problem(self) -> Problem:
         case = self.case
@@ -309,10 +349,15 @@ class _Play:
 
     def _strategy(self) -> Strategy:
         if self.case.strategy == "sync_sgd":
-            return SyncSGD(SyncSGDConfig())
+            return SyncSGD(SyncSGDConfig(min_reply_fraction=self.case.min_reply_fraction))
         if self.case.strategy == "sub_gemm":
             return SubGEMM(SubGEMMConfig(head_computes=self.case.seed % 6 == 0, least_side=4))
-        return DiLoCo(DiLoCoConfig(num_inner_steps=self.case.num_inner_steps, outer_momentum=0.6))
+        return DiLoCo(
+            DiLoCoConfig(
+                num_inner_steps=self.case.num_inner_steps, outer_momentum=0.6,
+                min_reply_fraction=self.case.min_reply_fraction,
+            )
+        )  # fmt: skip
 
     # Watching
 
@@ -325,6 +370,10 @@ class _Play:
         try:
             if event.kind == "round":
                 self.witness.told(run, int(event.detail["round"]))
+            elif event.kind == "discarded":
+                self.witness.discarded(run, int(event.detail["round"]) - 1)
+            elif event.kind == "lost":
+                self.witness.lost(run, str(event.detail["worker"]), self.world.clock.now())
             else:
                 self.witness.glance(run)
         except Violated as error:
@@ -344,6 +393,8 @@ class _Play:
             if run is not seen and run.recovered.is_set():
                 seen = run
                 self.witness.recovered(run)
+            if not self.chaos.stands_still(coordinator):
+                self.witness.losses(run, world.clock.now())
             if run.failure is not None:
                 self._coordinator_failed(run.failure)
             elif world.training.done() and not world.training.cancelled():

@@ -6,11 +6,14 @@
 4. no sequence is trained twice or skipped within an epoch: the deal agrees with what was committed
 5. a restart lands on the last commit, with the very parameters
 6. files stay bounded: objects, parameter files
-7. a run in which the same updates counted, made of the same data, ends with the very parameters of the calm one: so
-   inner optimizers, error feedback and data positions came through every crash
+7. an accepted update is, bit for bit, what its task makes of its data from the worker's last committed state
+   (`reference`), and a run in which the same updates counted ends with the very parameters of the calm one: so inner
+   optimizers, error feedback, snapshots and data positions came through every crash
 8. the tokens of the state, of the ledger's contributions and of the data are one number
+9. what the ledger has for the next process is whole: who takes part in a round, which states workers hold, which work
+   was given up; and nothing is left in anybody's hands of a round that is over
 
-A worker that lost its disk lost its inner optimizer too, so 7 does not speak of it.
+A worker that lost its disk lost its inner optimizer too: its next task may begin afresh.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from torch import Tensor
 from potluck.codecs.bundle import Bundle
 from potluck.coordinator.core import Coordinator
 from potluck.fleet.head import HEAD, read_spans
-from potluck.fleet.paces import cohort, facts
+from potluck.fleet.paces import COHORT, cohort, facts
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb
 from potluck.storage.ledger import ReplyRow
@@ -43,6 +46,8 @@ Position = tuple[int, str, int]
 """epoch, shard, sequence"""
 Counted = tuple[int, tuple[Position, ...]]
 """How many sequences a task was granted, and those it trained."""
+logging_s = 5.0
+"""Longer than a coordinator whose steps are delayed takes to write down what it did."""
 
 
 class Violated(AssertionError):
@@ -61,6 +66,10 @@ class Witness:
         self.counted: list[dict[str, Counted]] = []  # by round: what counted, and the data it was made of
         self.num_cut_short = 0  # tasks that ended before all they were granted was trained
         self.num_commits = 0
+        self._versions: dict[str, str] = {}  # the state that each worker should hold
+        self._given_up: list[tuple[Coordinator, float, int, int, str]] = []  # run, when, round, attempt, worker
+        self.redo: Callable[[Coordinator, pb.Lease, ReplyRow], None] = lambda _run, _lease, _row: None  # or Violated
+        self.adopted: Callable[[dict[str, str]], None] = lambda _versions: None
 
     @property
     def tolerance(self) -> float:
@@ -91,7 +100,29 @@ class Witness:
         self.look(run)
         if self.num_commits != num_rounds:
             raise Violated(f"{num_rounds} rounds are said to be committed and {self.num_commits} are written down")
-        self._check_nothing_is_kept(run)
+        self._check_nothing_is_kept(run, num_rounds - 1)
+
+    def discarded(self, run: Coordinator, round: int) -> None:
+        """The run says that an attempt at the round after `round` others was discarded."""
+        self.look(run)
+        self._check_nothing_is_kept(run, round)
+
+    def lost(self, run: Coordinator, worker: str, now: float) -> None:
+        """The run says that it gave up what this worker had."""
+        round = run.state.round if run.state else 0
+        if (attempt := run.ledger.unfinished_attempt(round)) is not None:
+            self._given_up.append((run, now, round, attempt, worker))
+
+    def losses(self, run: Coordinator, now: float) -> None:
+        """Work that was given up a while ago is not open any more for the next process."""
+        due = [x for x in self._given_up if x[0] is run and now - x[1] > logging_s]
+        self._given_up = [x for x in self._given_up if x[0] is run and now - x[1] <= logging_s]
+        held = {(x.message.round, x.attempt, x.message.key, x.issue) for x in run.fleet.book.open.values()}
+        for _, _, round, attempt, worker in due:
+            for row in run.ledger.leases(round, attempt):
+                name = (round, attempt, row.key, row.issue)
+                if row.worker == worker and row.status == "open" and name not in held:
+                    raise Violated(f"{row.key} of {worker} was given up, and the next process would wait for it")
 
     def look(self, run: Coordinator) -> None:
         """Check every commit since the last look, and the books."""
@@ -100,6 +131,8 @@ class Witness:
             self.start(run)
         for round, attempt, state, accepted in rows[self.num_commits :]:
             self._commit(run, int(round), int(attempt), json.loads(state), json.loads(accepted))
+        if run.ledger.num_roll_backs() == 0 and run.ledger.versions() != self._versions:
+            raise Violated(f"workers are said to hold {run.ledger.versions()} and should hold {self._versions}")
         self._check_deal(run)
         self._check_files(run)
         self.glance(run)
@@ -128,8 +161,13 @@ class Witness:
         done_here = {lease.key for lease in run.ledger.leases(round, attempt) if lease.worker == HEAD}
         if invented := sorted(k for k in rows if k not in logged and k.split("/")[0] not in done_here):
             raise Violated(f"replies count in round {round} that were never logged: {', '.join(invented)}")
+        taking_part = run.ledger.decisions(round, attempt).get(COHORT)
+        if taking_part is None:
+            raise Violated(f"who takes part in round {round} is not written down")
         self._check_data(run, round, attempt, rows)
         proposed = run.strategy.State.from_json(state)
+        self._versions |= {row.worker: row.version for row in rows.values() if row.version}
+        self.adopted(self._versions)
         tokens = sum(int(row.scalars["num_tokens"]) for row in rows.values())
         if proposed.tokens != self._state.tokens + tokens:
             raise Violated(f"round {round} counts {proposed.tokens - self._state.tokens} tokens of {tokens}")
@@ -166,10 +204,21 @@ class Witness:
                 raise Violated(f"{lease.key} of round {round} trained {twice[0]} a second time")
             trained.update(own)
             counted[lease.key] = (len(granted), tuple(own))
+            if message.kind == "pinned":
+                self._check_pinned(run, message, row)
         if sum(int(row.scalars["num_tokens"]) for row in rows.values()) != len(trained) * self._seq_len:
             raise Violated(f"round {round} counts tokens without data")
         self._trained.append(trained)
         self.counted.append(counted)
+
+    def _check_pinned(self, run: Coordinator, lease: pb.Lease, row: ReplyRow) -> None:
+        """It began at the state its worker holds, and is what the task makes of it."""
+        if lease.base_version != self._versions.get(row.worker, ""):
+            raise Violated(
+                f"{lease.key} of round {lease.round} begins at {lease.base_version or 'nothing'} and its worker holds "
+                f"{self._versions.get(row.worker) or 'nothing'}"
+            )
+        self.redo(run, lease, row)
 
     def _recompute(self, run: Coordinator, attempt: int, rows: Mapping[str, ReplyRow], proposed: State) -> None:
         assert self._state is not None
@@ -224,8 +273,11 @@ class Witness:
             if number not in under_way and trained.get(number, 0) != self._num_sequences:
                 raise Violated(f"epoch {number} is over with {trained.get(number, 0)} of {self._num_sequences}")
 
-    def _check_nothing_is_kept(self, run: Coordinator) -> None:
-        """When a round ends, all that was handed out for it and not trained has gone back."""
+    def _check_nothing_is_kept(self, run: Coordinator, round: int) -> None:
+        """When a round ends, all that was handed out for it and not trained has gone back, and nobody works on it."""
+        for lease in run.fleet.book.open.values():
+            if lease.message.round == round:
+                raise Violated(f"{lease.message.key} is in the hands of {lease.worker} and its round is over")
         deal = run.ledger.deal()
         handed_out = sum(b - a for epoch in deal["epochs"] for _, a, b in epoch[4]) if deal else 0
         held = sum(s.stop - s.start for lease in run.fleet.book.open.values() for s in lease.message.spans)

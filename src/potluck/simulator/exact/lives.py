@@ -40,6 +40,10 @@ class Fate(Protocol):
         """What becomes of a message: itself, or twice, or with a flipped bit."""
         ...
 
+    def did(self, life: Life, what: str) -> None:
+        """A piece of work has ended, well or not; `what` is the name of its function."""
+        ...
+
     def at_file(self, life: Life, event: str) -> None:
         """Before a file is opened, renamed or removed. May raise OSError, or Killed when it has ended the life."""
         ...
@@ -109,12 +113,19 @@ class LifeExecutor:
         except Killed:
             await self._life.point()
             raise  # not reached
+        finally:
+            if self._life.fate is not None:
+                self._life.fate.did(self._life, getattr(fn, "__name__", ""))
         await self._life.point()
         return result
 
     async def converse(self, work: Callable[[Ask], T]) -> T:
         await self._life.point()
-        result = await self._inner.converse(work)
+        try:
+            result = await self._inner.converse(work)
+        finally:
+            if self._life.fate is not None:
+                self._life.fate.did(self._life, getattr(work, "__name__", ""))
         await self._life.point()
         return result
 

@@ -246,8 +246,8 @@ class World:
             )  # fmt: skip
 
         agent = host.agent = Agent(
-            Introduction(id=id, profile=DeviceProfile(device="cpu")), connect=connect, equip=equipped,
-            clock=clock, told=host.notes.append,
+            Introduction(id=id, profile=DeviceProfile(device="cpu"), process=str(self._lives[id])), connect=connect,
+            equip=equipped, clock=clock, told=host.notes.append,
         )  # fmt: skip
         host.task = life.spawn(agent.work())
 

@@ -42,6 +42,8 @@ from potluck.types.ids import WorkerId
 from potluck.types.profile import Speeds
 
 logits_bytes = 256 << 20
+longest_play_s = 1e7
+"""Of virtual time."""
 vain_wait_s = 60.0
 """Devices that are on come back sooner."""
 join_wait_s = 60.0
@@ -132,11 +134,13 @@ class SimulatedFleet:
         waiting = asyncio.create_task(self._wait_in_vain(run, happening))
         stopped = ""
         try:
-            await asyncio.wait((training, waiting), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((training, waiting), timeout=longest_play_s, return_when=asyncio.FIRST_COMPLETED)
             if training.done():
                 await training
-            else:
+            elif waiting.done():
                 stopped = waiting.result()
+            else:
+                stopped = f"{longest_play_s / 86_400:.0f} days are the longest that is played; give a smaller budget"
         except RunStopped as reason:
             stopped = str(reason)
         finally:
