@@ -29,8 +29,9 @@ from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, 
 from potluck.fleet.paces import Paces, cohort, facts
 from potluck.fleet.publisher import Publisher
 from potluck.fleet.reduction import Updates, check_reduction
-from potluck.fleet.roster import LeaseId, Roster, decide
+from potluck.fleet.roster import LeaseId, Roster
 from potluck.fleet.spread import Spreader
+from potluck.fleet.waiting import a_little, until_here
 from potluck.fleet.watch import Watch, tick_s
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
@@ -39,7 +40,7 @@ from potluck.storage.params import ParamStore
 from potluck.strategies.fleet import Head, HeadResult, Op, Reduction, Replies, Reply, WorkerInfo
 from potluck.strategies.run import RunFacts
 from potluck.strategies.task import BoundTask, EncodedArguments, Result, encode_arguments, handles
-from potluck.types.errors import RoundFailed, RunStopped
+from potluck.types.errors import RoundFailed
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Params
 
@@ -264,37 +265,14 @@ class LiveFleet:
         return cohort(self._now.decisions, self.roster.members)
 
     async def ready(self, num_workers: int = 0) -> None:
-        """Wait until that many workers are here, never for a particular one; 0 for the recipe's `min_workers`.
+        """Wait until that many workers are here: `waiting.until_here`."""
 
-        RunStopped when for `no_progress_s` all that are expected were quarantined: a bad worker that comes first must
-        not end a run that others are about to join.
-        """
-        said, hopeful_at = ("", -1), self._clock.now()
-        while True:
-            now = self._clock.now()
-            here, why_not = decide(self.roster.members.values(), now, self.config)
-            needed = num_workers or self.config.min_workers  # an operator may change it meanwhile
-            if len(here) >= needed:
-                return
-            names = ", ".join(w.id for w in here) or "none"
-            text = f"waiting for workers: {len(here)} of {needed} here ({names})"
-            self.phase = f"{text}; {why_not}" if why_not else text
-            if not (known := self.roster.expected(now)) or not all(member.quarantined for member in known):
-                hopeful_at = now
-            if now - hopeful_at > self.config.no_progress_s:
-                raise RunStopped(f"every worker here is quarantined: {why_not}; mend the cause and go on with --resume")
-            if said != (said := (names, sum(bool(m.quarantined) for m in self.roster.members.values()))):
-                self.waits(self.phase)
-            await self._wait_a_little()
-            while self.roster.num_connected < needed and self._clock.now() - now < tick_s:
-                await self._wait_a_little()  # each of a thousand who come is no reason to look at all of them
+        def told(text: str, is_news: bool) -> None:
+            self.phase = text
+            if is_news:
+                self.waits(text)
 
-    async def _wait_a_little(self) -> None:
-        try:
-            async with asyncio.timeout(tick_s):  # not wait_for, which before Python 3.12 may swallow a cancellation
-                await self.roster.change()
-        except TimeoutError:
-            return
+        await until_here(self.roster, self._clock, num_workers, told)
 
     async def call(
         self,
@@ -425,7 +403,7 @@ class LiveFleet:
                 self._now.consumed[row.key] = row
                 return self._reply(row)
             await self._offer_to_idle(offer)
-            await self._wait_a_little()
+            await a_little(self.roster)
 
     async def _offer_to_idle(self, offer: Callable[[WorkerInfo], BoundTask | None]) -> None:
         fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
@@ -491,7 +469,7 @@ class LiveFleet:
             if lease is None:
                 rows = self.floating.leases.get(key)
                 raise RoundFailed(f"session {key} is gone: {rows[-1].reason if rows else 'it was never opened'}")
-            await self._wait_a_little()
+            await a_little(self.roster)
         row = self.floating.replies[name]
         self._now.consumed[name] = row
         return self._reply(row)

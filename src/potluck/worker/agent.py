@@ -106,7 +106,7 @@ class Agent:
                         raise CoordinatorUnreachable(
                             f"no coordinator answers ({lost}); check the address and that `potluck host` runs there"
                         ) from lost
-                    self._tell_unreached(f"the coordinator cannot be reached ({lost}); trying again")
+                    self._tell_unreached(f"the coordinator cannot be reached ({lost}); trying again until it can")
                 if not self.ended:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(wait_s * self._random.uniform(0.5, 1.0)):
