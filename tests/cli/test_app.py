@@ -28,7 +28,7 @@ COMMANDS = {
     "status": "Who is here, what they do, what the run waits for, how it goes.",
     "stop": "Checkpoint and end the run; restarting `host` or `run --resume` continues it.",
     "limit": "Limit the transfers of a running run, in Mbit/s; 0 for no limit. Without options it prints the limits.",
-    "set": "Change the recipe of a run that goes on, or of one that is stopped.",
+    "set": "Change the recipe of a run that goes on or is stopped, written down for restarts.",
     "generate": "Let a trained model write.",
     "recipes": "List the shipped recipes, or print one to start from.",
     "manifest": "List the files of a folder for `data.listed`: names, digests, sizes and tokens.",

@@ -94,9 +94,14 @@ def test_the_same_seed_gives_the_same_trace(case: Case, sockets: bool) -> None:
 
 
 @pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("int8", "bf16")])
-def test_it_moves_what_it_says(case: Case, codecs: tuple[str, str], sockets: bool) -> None:
-    up, down = codecs
+@pytest.mark.parametrize("name", ["diloco", "sync_sgd"])
+def test_it_moves_what_it_says(name: str, codecs: tuple[str, str], sockets: bool) -> None:
+    case, (up, down) = cases[name], codecs
     checks.moves_what_it_says(case.problem(up_codec=up, down_codec=down), case.make, sockets=sockets)
+
+
+def test_sub_gemm_moves_no_objects_of_the_models_size() -> None:
+    checks.moves_what_it_says(cases["sub_gemm"].problem(), cases["sub_gemm"].make)
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])

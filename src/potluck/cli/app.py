@@ -422,7 +422,7 @@ def simulate(
         put_json(report)
     else:
         print(report_text(report), end="")
-    if report["stopped"]:
+    if report.get("stopped"):
         raise RunStopped(f"the simulated run ended early: {report['stopped']}")
 
 
