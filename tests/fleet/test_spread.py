@@ -7,7 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,9 +24,11 @@ from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import Result, task
+from potluck.transport.pieces import Arrival, PieceReply
 from potluck.types.errors import InvalidUpdate, RoundFailed
 from potluck.types.ids import WorkerId
 from potluck.types.vector import Vector
+from potluck.worker.pieces import Pieces
 
 lies: set[int] = set()
 """Rows that a device gets wrong, once each."""
@@ -245,3 +247,24 @@ def test_a_shard_that_was_dropped_is_sent_again(tmp_path: Path) -> None:
     got = played(tmp_path, disturb, rounds=1)
     assert got.state.round == 1
     assert HeadOnly.bags[0].losses == []
+
+
+@pytest.mark.parametrize("down", [(1 << 39, 5e-324), (1 << 39, 1e-290), (70_000, 1e-300), (1 << 30, 1e5)])
+def test_what_a_device_says_of_its_link_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, down: tuple[int, float]
+) -> None:
+    perform = Pieces._perform  # pyright: ignore[reportPrivateUsage]
+
+    def lie(self: Pieces, *given: Any) -> PieceReply:
+        return replace(perform(self, *given), down=Arrival(*down))
+
+    monkeypatch.setattr(Pieces, "_perform", lie)
+    seen: list[float] = []
+
+    async def disturb(world: World) -> None:
+        await product_under_way(world, 0, least=20)
+        assert world.run is not None
+        seen.extend(w.profile.link.down_bytes_per_s for w in world.run.fleet.spreader.here())
+
+    assert played(tmp_path, disturb, rounds=1).state.round == 1
+    assert seen == [0.0, 0.0, 0.0]

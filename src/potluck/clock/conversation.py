@@ -42,6 +42,8 @@ class Conversation(Generic[T]):
 
     def run(self) -> None:
         try:
+            if self._stopped:
+                raise Stopped
             self._result = (self._work(self._ask), None)
         except BaseException as error:
             self._result = (None, error)

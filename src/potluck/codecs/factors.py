@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from potluck.types.errors import InvalidUpdate
+from potluck.types.errors import InvalidUpdate, NotFinite
 
 least_scale = 2.0**-126
 """Of an int8 row: one whose largest value is below 127 times the smallest normal fp32 counts as zero."""
@@ -21,7 +21,7 @@ least_scale = 2.0**-126
 def encode(values: Tensor, wire: str) -> dict[str, Tensor]:
     """What is sent of a factor [rows, columns], any strides, on the CPU: contiguous "values", of int8 with "scales".
 
-    InvalidUpdate for NaN or infinity, which int8 cannot send.
+    NotFinite for NaN or infinity, which int8 cannot send.
     """
     if wire == "fp32":
         return {"values": values.float().contiguous()}
@@ -30,7 +30,7 @@ def encode(values: Tensor, wire: str) -> dict[str, Tensor]:
     rows = values.float()
     scales = rows.abs().amax(1) / 127
     if not torch.isfinite(scales).all():
-        raise InvalidUpdate(
+        raise NotFinite(
             "a factor of a product holds NaN or infinity, which int8 does not send; lower strategy.inner.lr"
         )
     scales[scales < least_scale] = 0

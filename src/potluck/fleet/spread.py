@@ -1,8 +1,8 @@
 """Bags of pieces over the fleet: requests on each worker's Data stream, replies back to their bag.
 
 A piece is lost when its worker's stream ends, falls silent, is quarantined, declines or fails; the bag then decides
-what becomes of it. A reply that a bag refuses counts against the worker as any refused result does, and good ones do
-not make up for it: a wrong tile is no accident. Nothing here is written down.
+what becomes of it. A reply that a bag refuses counts against the worker as any refused result does, and it takes
+hundreds of good ones to make up for it: a wrong tile is no accident. Nothing here is written down.
 
 Which shards a worker keeps is believed until it says `missing`, and for as long as its stream.
 """
@@ -41,9 +41,11 @@ from potluck.types.untrusted import printable
 head_room_bytes = 1 << 16
 """Of a reply, beyond the memory that its piece was planned with."""
 max_reply_bytes = 1 << 31
-least_heard_bytes = 1 << 16
+least_heard_bytes, most_bytes_per_s = 1 << 16, 1e11
 """Fewer tell more of the noise than of the link."""
 MAX_ERROR_LENGTH = 300
+good_in_a_row = 256
+"""Replies that make up for a fault."""
 
 
 def most_reply_bytes(piece: Piece) -> int:
@@ -59,7 +61,8 @@ class Flight:
     play: Play
     lane: Lane
     sent_at: float = 0.0  # when all of it was on its way, 0 for not yet
-    is_begun: bool = False
+    begun_at: float = 0.0  # when it began to be sent, 0 for not yet
+    num_bytes: int = 0  # of its operands that were sent
     sends_all: bool = False  # a shard that it was thought to keep is missing there
 
 
@@ -71,8 +74,10 @@ class Lane:
     outbox: deque[Flight] = field(default_factory=deque[Flight])
     flights: dict[int, Flight] = field(default_factory=dict[int, Flight])
     withdrawn: list[int] = field(default_factory=list[int])
-    kept: set[str] = field(default_factory=set[str])
+    kept: set[str] = field(default_factory=set[str])  # in `scope`: names of another one are not asked for again
+    scope: str = ""
     resting: bool = False
+    num_good: int = 0  # replies since one was refused
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def most_bytes(self, id: int) -> int:
@@ -202,7 +207,7 @@ class Spreader:
     def _withdraw(self, flight: Flight) -> None:
         lane = flight.lane
         flight.play.flights.discard(flight)
-        if lane.flights.pop(flight.id, None) is not None and flight.is_begun:
+        if lane.flights.pop(flight.id, None) is not None and flight.begun_at:
             lane.withdrawn.append(flight.id)
             lane.ready.set()
 
@@ -241,15 +246,22 @@ class Spreader:
 
     async def _send(self, lane: Lane, flight: Flight, send: Callable[[bytes], Awaitable[None]]) -> None:
         piece = flight.piece
+        if flight.play.scope != lane.scope:
+            lane.scope, lane.kept = flight.play.scope, set()
         names = {
             key: f"{operand.name}@{flight.play.scope}" if operand.name else ""
             for key, operand in piece.operands.items()
         }
         kept = frozenset(key for key, name in names.items() if name and name in lane.kept and not flight.sends_all)
-        flight.is_begun = True
-        bundle = await self._transfers.run(
-            _pack, {k: o.values for k, o in piece.operands.items() if k not in kept}, piece.wire
-        )
+        flight.begun_at = self._clock.now()
+        sent = {key: operand.values for key, operand in piece.operands.items() if key not in kept}
+        try:
+            bundle = await self._transfers.run(_pack, sent, piece.wire)
+        except Exception as error:  # of this machine's own numbers: no fault of the worker's
+            flight.play.error = error
+            flight.play.changed.set()
+            return
+        flight.num_bytes = len(bundle)
         request = PieceRequest(
             id=flight.id,
             task=piece.task,
@@ -260,6 +272,8 @@ class Spreader:
             memory_bytes=piece.memory_bytes,
         )
         for frame in piece_frames(request):
+            if lane.flights.get(flight.id) is not flight:
+                return  # withdrawn: the rest would only be in the way
             await send(frame)
         flight.sent_at = self._clock.now()
         lane.kept.update(name for name in names.values() if name)
@@ -307,12 +321,16 @@ class Spreader:
             reason = f"{member.id} sent a result of {flight.piece.task} that was refused: {error}"
             self._over(flight)
             self._lose(flight, reason, now)
+            lane.num_good = 0
             self._roster.refused(member, str(error), now)
             self.refused(member.id, reason)
             return
         except Exception as error:
             play.error = error
         member.failing = False
+        lane.num_good += 1
+        if lane.num_good % good_in_a_row == 0:
+            self._roster.succeeded(member)
         self._learn(flight, reply, now)
         self._over(flight)
         play.changed.set()
@@ -320,8 +338,11 @@ class Spreader:
     def _learn(self, flight: Flight, reply: PieceReply, now: float) -> None:
         """What the link gives, by how the bytes of request and reply came."""
         meter = self.meters.setdefault(flight.lane.member.id, LinkMeter())
-        for arrival, heard in ((reply.down, meter.received), (reply.arrival, meter.sent)):
-            if arrival.num_bytes >= least_heard_bytes and arrival.seconds > 0:
+        took_s = now - flight.begun_at
+        ways = ((reply.down, flight.num_bytes, meter.received), (reply.arrival, len(reply.bundle), meter.sent))
+        for arrival, most_bytes, heard in ways:
+            least_s = arrival.num_bytes / most_bytes_per_s
+            if least_heard_bytes <= arrival.num_bytes <= most_bytes and least_s < arrival.seconds <= took_s:
                 heard(arrival.num_bytes, arrival.seconds)
         if flight.sent_at and (rtt_s := now - flight.sent_at - reply.seconds - reply.arrival.seconds) > 0:
             meter.answered(rtt_s)
@@ -342,5 +363,10 @@ def _pack(tensors: Mapping[str, Tensor], wire: str) -> bytearray:
 
 
 def _take(flight: Flight, reply: PieceReply, worker: WorkerId, now: float) -> None:
-    tensors = unpack_tensors(reply.bundle, most_reply_bytes(flight.piece))  # it may have been withdrawn meanwhile
+    try:
+        tensors = unpack_tensors(reply.bundle, most_reply_bytes(flight.piece))  # it may have been withdrawn meanwhile
+    except CorruptError:
+        raise
+    except Exception as error:
+        raise CorruptError(f"it cannot be read: {type(error).__name__}") from error
     flight.play.bag.take(worker, flight.piece, tensors, now)

@@ -41,7 +41,6 @@ class Pieces:
     def __init__(self, *, compute: Executor, clock: Clock, limit_bytes: int, note: Callable[[str], None]) -> None:
         self._compute, self._clock, self._note = compute, clock, note
         self.limit_bytes = max(int(limit_bytes), least_limit_bytes)
-        self.shards = Shards()
         self.num_done = 0
         self.most_bytes = 0  # ever held at once
         self._held = False
@@ -58,7 +57,7 @@ class Pieces:
         self._changed = asyncio.Event()
         self._to_send = asyncio.Event()
         self._told_resting = False
-        self.shards.clear()
+        self.shards = Shards()  # the last stream's may still be looked at in the compute thread
 
     # Its owner's terms
 
@@ -155,7 +154,7 @@ class Pieces:
                 await self._changed.wait()
             request = self._at_work = self._queue.popleft()
             room = self.limit_bytes - self._num_bytes() - max(request.memory_bytes - len(request.bundle), 0)
-            reply = await self._compute.run(self._perform, request, room)
+            reply = await self._compute.run(self._perform, request, room, self.shards)
             is_wanted = request.id not in self._withdrawn
             self._withdrawn.discard(request.id)
             self._at_work = None
@@ -168,16 +167,16 @@ class Pieces:
         self._replies.append(reply)
         self._to_send.set()
 
-    def _perform(self, request: PieceRequest, room: int) -> PieceReply:
+    def _perform(self, request: PieceRequest, room: int, shards: Shards) -> PieceReply:
         """In the compute thread, which alone touches the shards. `room` is what they and this piece may take."""
         started = self._clock.now()
         try:
             operands = _operands(request)
-            missing = self.shards.resolve(request, operands)
-            self.shards.shrink(room)
+            missing = shards.resolve(request, operands)
+            shards.shrink(room)
             if missing:
                 return PieceReply(id=request.id, missing=tuple(missing))
-            self.most_bytes = max(self.most_bytes, self.limit_bytes - room + self.shards.num_bytes)
+            self.most_bytes = max(self.most_bytes, self.limit_bytes - room + shards.num_bytes)
             result = _call(
                 request,
                 {key: decode(parts, str(request.arguments.get("wire", "fp32"))) for key, parts in operands.items()},

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from potluck.planner.tiles.device import TileDevice
+from potluck.planner.tiles.verify import tiling_fault
 from potluck.strategies.bag import Piece
 from potluck.strategies.sub_gemm.assembly import Assembly, Box
 from potluck.strategies.sub_gemm.deal import Candidates, Sizes
@@ -117,3 +119,13 @@ def test_memory_that_tiles_share_counts_once() -> None:
     assert on.bytes_flying == 70 and on.shards == {"x": 1, "w2": 1}
     on.ground(flights[1])
     assert on.bytes_flying == 0 and not on.shards
+
+
+@pytest.mark.parametrize(("rows", "cols", "depth", "memory"), [(1024, 1024, 131_072, 8e6), (5120, 640, 16_384, 4e6)])
+def test_a_deep_tile_is_cut_across_its_sum_for_a_small_device(rows: int, cols: int, depth: int, memory: float) -> None:
+    sizes, whole = Sizes(down=2, up=2, held=2), Box(0, rows, 0, cols, 0, depth)
+    parts = sizes.fit(whole, memory)
+    assert parts and max(map(sizes.memory_bytes, parts)) <= memory
+    assert sum(part.volume for part in parts) == whole.volume
+    assert tiling_fault(np.array(parts), tuple(whole)) == ""
+    assert min(min(part.shape) for part in parts) >= 32  # not down to single elements

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from potluck.codecs.factors import decode, encode, sent_as
 from potluck.strategies.sub_gemm.tile import REPLY_TYPES, multiply
-from potluck.types.errors import InvalidUpdate
+from potluck.types.errors import InvalidUpdate, NotFinite
 
 
 def some(rows: int, columns: int, seed: int = 1) -> Tensor:
@@ -71,5 +71,5 @@ def test_what_cannot_be_multiplied_or_decoded_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(InvalidUpdate, match="a factor came as"):
             decode(sent, wire)
-    with pytest.raises(InvalidUpdate, match="NaN or infinity"):
+    with pytest.raises(NotFinite, match="NaN or infinity"):
         encode(a.index_fill(0, torch.tensor([1]), torch.inf), "int8")

@@ -22,6 +22,9 @@ from torch import Tensor
 
 from potluck.planner.tiles.verify import tiling_fault
 
+short_side = 64
+"""Tiles with shorter sides move more than they compute: sums are split before that."""
+
 
 class Box(NamedTuple):
     """C[row0:row1, col0:col1] over k0 <= k < k1."""
@@ -62,11 +65,11 @@ class Box(NamedTuple):
         return [self._replace(row0=x, row1=y) if by_rows else self._replace(col0=x, col1=y) for x, y in spans]
 
     def halves(self) -> list[Box]:
-        """Two parts of about one size; of a single element's sum, two sums. [] where there is nothing to cut."""
-        if max(self.shape) > 1:
-            return self.shares((1.0, 1.0))
+        """Two parts of about one size: across the longer side, or of the sum where sides are short."""
         middle = (self.k0 + self.k1) // 2
-        return [self._replace(k1=middle), self._replace(k0=middle)] if self.depth > 1 else []
+        if self.depth > 1 and max(self.shape) <= short_side:
+            return [self._replace(k1=middle), self._replace(k0=middle)]
+        return self.shares((1.0, 1.0)) if max(self.shape) > 1 else []
 
 
 class Assembly:

@@ -32,6 +32,7 @@ from potluck.strategies.sub_gemm.tally import Tally
 from potluck.strategies.sub_gemm.tile import multiply
 from potluck.strategies.sync_sgd import SyncSGDState, clip_scale, step
 from potluck.strategies.task import Result, task
+from potluck.types.errors import NotFinite, RoundFailed
 from potluck.types.ids import WorkerId
 
 timed_side, num_timings = 384, 3
@@ -88,7 +89,10 @@ class SubGEMM:  # the half that runs on the head
             )
             return Result({"num_tokens": loss.num_tokens, "loss_sum": loss.loss_sum}, {"gradient": gradient})
 
-        got = await fleet.head(work, key="step", num_sequences=num_sequences)
+        try:
+            got = await fleet.head(work, key="step", num_sequences=num_sequences)
+        except NotFinite as error:
+            raise RoundFailed(str(error)) from error
         num_tokens, loss_sum = int(got.scalars["num_tokens"]), float(got.scalars["loss_sum"])
         log = self._ready(run)[1].log
         fleet.report(log.metrics())

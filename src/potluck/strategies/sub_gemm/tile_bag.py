@@ -151,6 +151,7 @@ class TileBag:
             with self._lock:
                 self.tally.num_refused += 1
                 flight.lane.is_barred = True
+                self._take_back(flight.lane)
             raise
         with self._lock:
             if piece not in self._flights:
@@ -319,9 +320,12 @@ class TileBag:
         boxes = tile.box.shares([share for _, share in shares], least_side=least_side)
         parts = [tile] if len(boxes) == 1 else self._tree.cut(tile, boxes)
         for part, (lane, _) in zip(parts, shares, strict=False):
-            if not self._place(part, lane, now):
-                raise AssertionError(f"a device of {lane.device.memory_bytes:g} bytes was dealt {tuple(part.box)}")
-            candidates.placed(lane)
+            if self._place(part, lane, now):
+                candidates.placed(lane)
+            else:  # its memory is too small for any reasonable part
+                lane.is_barred = True
+                self._take_back(lane)
+                self._orphans.append(part)
         return True
 
     def _place(self, tile: Tile, lane: Lane, now: float) -> bool:
