@@ -59,7 +59,10 @@ class HeadDesk:
         return self.ask(self._workers())
 
     async def _workers(self) -> tuple[WorkerInfo, ...]:
-        return self.spreader.here()
+        return self.spreader.looked()
+
+    def wait(self) -> None:
+        self.ask(self.spreader.somebody())
 
     def now(self) -> float:
         return self.clock.now()

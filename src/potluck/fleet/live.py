@@ -12,6 +12,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -71,6 +72,7 @@ class LiveFleet:
         self.book = LeaseBook()
         self.watching = Watch(roster, self.book, clock, lose=self._lose)
         self.spreader = Spreader(roster, clock, lanes.transfers)
+        self.spreader.waits = partial(setattr, self, "phase")
         self._head = HeadWork(
             spreader=self.spreader, params=params, objects=objects, data=data, ledger=ledger, clock=clock, lanes=lanes
         )

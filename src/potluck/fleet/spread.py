@@ -24,6 +24,7 @@ from potluck.clock import Clock, Executor
 from potluck.codecs.bundle import pack_tensors, unpack_tensors
 from potluck.codecs.factors import encode
 from potluck.fleet.roster import Member, Roster, heard_until, silence
+from potluck.fleet.waiting import a_little
 from potluck.planner.link import LinkMeter
 from potluck.strategies.bag import Bag, Piece
 from potluck.strategies.fleet import WorkerInfo
@@ -34,7 +35,7 @@ from potluck.transport.pieces import (
     piece_frames,
     withdraw_frame,
 )
-from potluck.types.errors import CorruptError, InvalidUpdate, Refused
+from potluck.types.errors import CorruptError, InvalidUpdate, Refused, RoundFailed
 from potluck.types.ids import WorkerId
 from potluck.types.untrusted import printable
 
@@ -106,6 +107,8 @@ class Spreader:
         self._plays: set[Play] = set()
         self._ids = itertools.count(1)
         self.meters: dict[WorkerId, LinkMeter] = {}
+        self.waits: Callable[[str], None] = lambda _text: None  # hears what is waited for
+        self._cached: tuple[WorkerInfo, ...] | None = None  # who is here, until somebody comes, goes or changes
         self.refused: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of faults of a worker
 
     # What a strategy asks
@@ -114,6 +117,7 @@ class Spreader:
         """Hand out the pieces of a bag until it is done. RoundFailed where the bag raises it."""
         play = Play(bag, scope)
         self._plays.add(play)
+        self._cached = None  # links are looked at anew for each bag
         watching = asyncio.ensure_future(self._watch_roster(play))
         try:
             while True:
@@ -165,16 +169,34 @@ class Spreader:
     async def _watch_roster(self, play: Play) -> None:
         while True:
             await self._roster.change()
+            self._cached = None
             play.changed.set()
+
+    async def somebody(self) -> None:
+        """Wait for a device that can do pieces: one that is here may rest, or not have opened its stream yet."""
+        since, limit_s = self._clock.now(), self._roster.config.no_progress_s
+        while not self.looked():
+            if self._clock.now() - since > limit_s:
+                raise RoundFailed(f"no device could take a piece for {limit_s:.0f} s")
+            self.waits("waiting for a device that can take a piece")
+            await a_little(self._roster)
+
+    def looked(self) -> tuple[WorkerInfo, ...]:
+        """`here`, looked at anew: nobody watches the roster between two bags."""
+        self._cached = None
+        return self.here()
 
     def here(self) -> tuple[WorkerInfo, ...]:
         """Who could do a piece at this moment."""
+        if self._cached is not None:
+            return self._cached
         now = self._clock.now()
-        return tuple(
+        self._cached = tuple(
             self._measured(info)
             for info in self._roster.here(now)
             if (lane := self._streams.get(info.id)) is not None and not self._why_lost(lane, now)
         )
+        return self._cached
 
     def _measured(self, info: WorkerInfo) -> WorkerInfo:
         """With what pieces have shown of its link."""
@@ -197,6 +219,7 @@ class Spreader:
         return silence(member, now, self._roster.config)
 
     def _lose(self, flight: Flight, reason: str, now: float) -> None:
+        self._cached = None  # it may have fallen silent
         self._withdraw(flight)
         try:
             flight.play.bag.lose(flight.lane.member.id, flight.piece, reason, now)
@@ -227,6 +250,7 @@ class Spreader:
             self._wake_all()
 
     def _wake_all(self) -> None:
+        self._cached = None
         for play in self._plays:
             play.changed.set()
 

@@ -22,6 +22,8 @@ window = 16
 """Transfers remembered per direction: enough for a median, few enough to follow a link that changes."""
 min_spread = 2.0
 """Transfers whose sizes differ by less than this factor say nothing about the round trip."""
+most_bytes_per_s = 1e15
+"""No link is faster: what says so says nothing."""
 min_byte_share = 0.1
 """Of the time of large transfers, what is put down to their bytes at least: the rest may be round trip, or noise."""
 
@@ -45,7 +47,7 @@ def fit_link(transfers: Sequence[Transfer], *, rtt_s: float = 0.0) -> LinkFit | 
 
     `rtt_s` is used where the transfers do not tell the round trip themselves.
     """
-    seen = [t for t in transfers if t.num_bytes > 0 and t.seconds > 0 and math.isfinite(t.seconds)]
+    seen = [t for t in transfers if 0 < t.num_bytes < most_bytes_per_s * t.seconds < math.inf]
     if not seen:
         return None
     most = max(t.num_bytes for t in seen)

@@ -118,6 +118,10 @@ class Head(Protocol):
         """Who could do a piece at this moment."""
         ...
 
+    def wait(self) -> None:
+        """Stand still until somebody could do a piece. RoundFailed if that takes too long."""
+        ...
+
     def now(self) -> float:
         """Seconds on the fleet's clock."""
         ...

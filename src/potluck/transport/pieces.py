@@ -66,7 +66,11 @@ class PieceRequest:
             case {"task": str(task), "arguments": dict(arguments), "operands": dict(operands), "kept": list(kept),
                   "memory": int(memory)} if 0 <= memory < 1 << 60:  # fmt: skip
                 names = {str(k): v for k, v in operands.items() if isinstance(v, str) and len(v) <= MAX_NAME_LENGTH}
-                if not 0 < len(operands) <= MAX_OPERANDS or len(names) != len(operands) or not {*kept} <= {*names}:
+                if (
+                    not 0 < len(operands) <= MAX_OPERANDS
+                    or len(names) != len(operands)
+                    or any(not isinstance(k, str) or k not in names for k in kept)
+                ):
                     raise CorruptError(f"piece {id} names its operands in no way that can be read")
                 given = {str(k): v for k, v in arguments.items() if isinstance(v, int | float | str)}
                 if len(given) != len(arguments):

@@ -9,6 +9,7 @@ is always taken: a tile larger than the rest of the room must not stand still fo
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
@@ -49,7 +50,7 @@ class Pieces:
     def reset(self) -> None:
         """A new stream: whatever came on the last one is not wanted any more."""
         self._joiner = PieceJoiner(lambda id: 0 if id in self._too_large else self.limit_bytes, self._clock.now)
-        self._too_large: set[int] = set()
+        self._too_large: deque[int] = deque(maxlen=MAX_QUEUED)  # whose frames are passed over
         self._queue: deque[PieceRequest] = deque()
         self._at_work: PieceRequest | None = None
         self._withdrawn: set[int] = set()
@@ -94,9 +95,9 @@ class Pieces:
         """A piece that its owner's limit does not allow, before any of it is kept."""
         match head:
             case {"piece": int(id), "total": int(total), "memory": int(memory)} if (
-                max(total, memory) > self.limit_bytes and len(self._too_large) < MAX_QUEUED
+                max(total, memory) > self.limit_bytes
             ):
-                self._too_large.add(id)
+                self._too_large.append(id)
                 given = f"{self.limit_bytes:,} are given; see --max-memory"
                 self._reply(PieceReply(id=id, error=f"it takes {max(total, memory):,} bytes and {given}"))
             case _:
@@ -177,10 +178,9 @@ class Pieces:
             if missing:
                 return PieceReply(id=request.id, missing=tuple(missing))
             self.most_bytes = max(self.most_bytes, self.limit_bytes - room + shards.num_bytes)
-            result = _call(
-                request,
-                {key: decode(parts, str(request.arguments.get("wire", "fp32"))) for key, parts in operands.items()},
-            )
+            wire = str(request.arguments.get("wire", "fp32"))
+            tensors = {key: decode(parts, wire) for key, parts in operands.items()}
+            result = _call(request, tensors, request.memory_bytes or self.limit_bytes)
             bundle = pack_tensors(result)
             seconds = max(self._clock.now() - started, 0.0)
             return PieceReply(id=request.id, seconds=seconds, down=request.arrival, bundle=bundle)
@@ -199,11 +199,14 @@ def _operands(request: PieceRequest) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def _call(request: PieceRequest, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _call(request: PieceRequest, tensors: Mapping[str, Tensor], most_bytes: int) -> Mapping[str, Tensor]:
+    """What the function makes; one that takes `most_bytes` makes no more than the piece was said to need."""
     function = installed(request.task)
     if function is None or function.kind != "pure":
         raise ValueError(f"this worker has no pure task named {request.task[:100]!r}")
     given: dict[str, Any] = {**request.arguments, **tensors}
+    if "most_bytes" in inspect.signature(function.function).parameters:
+        given["most_bytes"] = most_bytes
     return function.function(None, **given).inline
 
 

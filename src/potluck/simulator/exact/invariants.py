@@ -402,6 +402,9 @@ class PlainHead:
     def workers(self) -> tuple[WorkerInfo, ...]:
         return ()
 
+    def wait(self) -> None:
+        pass
+
     def now(self) -> float:
         return 0.0
 

@@ -11,6 +11,7 @@ others, and a new device takes from the slowest.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -136,6 +137,7 @@ class SpreadMultiplier:
         self._calibration = Calibration()
         self._holdings = Holdings()
         self._desk: Desk | None = None
+        self._counting = threading.Lock()  # checks run side by side
         self._num_products = 0
         self._fleet: dict[WorkerId, TileDevice] = {}  # that the plans are for
         self._plans: dict[tuple[tuple[int, int, int], bool, ProductKind], Plan] = {}
@@ -168,11 +170,13 @@ class SpreadMultiplier:
         )
         try:
             self._desk.spread(bag)
+            spread_at = self._desk.now()
             result = bag.result()
+            kind.native_s += self._desk.now() - spread_at  # what was left to the head
         finally:
             self.log.tally.add(bag.tally)
         # Of devices that all vary the slowest is slower than the mean one, and that is no device's fault.
-        predicted_s = self._calibration.predict_s(_fleet, product.kind, bag.predicted_s)
+        predicted_s = self._calibration.predict_s(_fleet, product.kind, max(bag.predicted_s, 0.0))
         observed_s = bag.ended_at - bag.began_at
         self._calibration.observe(_fleet, product.kind, predicted_s=predicted_s, observed_s=observed_s)
         kind.num_offloaded += 1
@@ -209,7 +213,9 @@ class SpreadMultiplier:
         try:
             check_tile(a, b, c, wire=self._config.wire, generator=generator)
         finally:
-            self.log.checks_s += self._desk.now() - began_at
+            took_s = self._desk.now() - began_at
+            with self._counting:
+                self.log.checks_s += took_s
 
     # Plans
 

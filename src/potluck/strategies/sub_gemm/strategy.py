@@ -32,8 +32,9 @@ from potluck.strategies.sub_gemm.tally import Tally
 from potluck.strategies.sub_gemm.tile import multiply
 from potluck.strategies.sync_sgd import SyncSGDState, clip_scale, step
 from potluck.strategies.task import Result, task
-from potluck.types.errors import NotFinite, RoundFailed
+from potluck.types.errors import InvalidUpdate, NotFinite, RoundFailed
 from potluck.types.ids import WorkerId
+from potluck.types.params import type_bytes
 
 timed_side, num_timings = 384, 3
 """The head's speed at the start is that of a product of such matrices; products that it does correct it."""
@@ -53,13 +54,20 @@ class SubGEMMConfig(BaseModel):
     )
     split_inner: bool = Field(default=True, description="whether sums may be split over devices (K split)")
     num_tiles: int = Field(default=4, ge=1, le=64, description="parts of a device's share, so that its stages overlap")
-    least_side: int = Field(default=64, ge=1, description="of a tile, on average; small products use fewer devices")
+    least_side: int = Field(
+        default=64, ge=1, le=1 << 20, description="of a tile, on average; small products use fewer devices"
+    )
     attention: bool = Field(default=False, description="whether the products of attention are spread too")
     checkpointing: bool = Field(default=False, description="whether activations are computed twice to keep fewer")
 
 
 @task("sub_gemm.tile", kind="pure")  # the half that runs on a device
-def tile(_: object, *, a: Tensor, b: Tensor, wire: str, is_a_transposed: bool, is_b_transposed: bool) -> Result:
+def tile(
+    _: object, *, a: Tensor, b: Tensor, wire: str, is_a_transposed: bool, is_b_transposed: bool, most_bytes: int
+) -> Result:
+    rows, cols = a.shape[1 if is_a_transposed else 0], b.shape[0 if is_b_transposed else 1]
+    if rows * cols * type_bytes > most_bytes:
+        raise InvalidUpdate(f"a result of {rows} x {cols} takes more than the {most_bytes:,} bytes that it was said to")
     product = multiply(a, b, wire=wire, is_a_transposed=is_a_transposed, is_b_transposed=is_b_transposed)
     return Result({}, inline={"c": product})
 
@@ -82,6 +90,8 @@ class SubGEMM:  # the half that runs on the head
 
         def work(head: Head) -> Result:
             model, multiplier = self._ready(run)
+            if not self.config.head_computes:
+                head.wait()
             multiplier.begin_step(head)
             model.load(head.vector(state.params))
             gradient, loss = model.gradient(

@@ -111,7 +111,7 @@ class TileBag:
             self._settle()
             sent = self._hand_out(now)
             if is_first:
-                self.predicted_s = max((lane.free_at for lane in self._lanes.values()), default=now) - now
+                self.predicted_s = max((lane.free_at - now for lane in self._lanes.values()), default=0.0)
             if self._tree.open and not self._flights:
                 for lane in self._lanes.values():  # the late ones are better than nobody
                     lane.is_late = False
@@ -119,6 +119,8 @@ class TileBag:
             if self._tree.open and not self._flights:
                 self._nobody_left()
             self._weigh_head(now)
+            if self.is_done and math.isnan(self.ended_at):
+                self.ended_at = now  # the head does it all
             return [(flight.lane.id, flight.piece) for flight in sent if self._is_live(flight)]
 
     def look_at(self) -> float:

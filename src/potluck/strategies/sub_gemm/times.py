@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from potluck.planner.cost import DeviceCost, OpCost, correction, device_cost, starting_cost
@@ -26,6 +26,8 @@ few_samples = 6
 least_share, spread_factor = 0.25, 4.0
 """Slack is that share of a prediction, or so many of its usual errors: `planner/deadline.py`."""
 _window = 16
+least_change = 0.1
+"""A rate that is measured to be another by less is the same one."""
 _bound = 1e6
 _own_cost = lru_cache(maxsize=1 << 14)(device_cost)
 """A fit takes a millisecond, and a profile changes with every new rate of its link."""
@@ -102,13 +104,32 @@ class TileTimes:
         if cost is None:
             known = [p for id, p in self._profiles.items() if id != worker.id]
             cost = starting_cost(worker.profile, known, self._precision) or _unmeasured
-        now = tile_device(worker.id, worker.profile, cost, num_in_flight=self._num_in_flight)
+        profile = self._with_usual_link(worker)
+        now = tile_device(worker.id, profile, cost, num_in_flight=self._num_in_flight)
         before, record = self._plain.get(worker.id), self._records.get(worker.id)
-        if before and record:
-            record.down = record.down if before.down_bytes_per_s == now.down_bytes_per_s else 1.0
-            record.up = record.up if before.up_bytes_per_s == now.up_bytes_per_s else 1.0
-            record.work = record.work if before.s_per_flop == now.s_per_flop else 1.0
+        if before and record:  # what a correction was learnt with stands until it is measured to be something else
+            if _is_close(before.down_bytes_per_s, now.down_bytes_per_s):
+                now = replace(now, down_bytes_per_s=before.down_bytes_per_s)
+            else:
+                record.down = 1.0
+            if _is_close(before.up_bytes_per_s, now.up_bytes_per_s):
+                now = replace(now, up_bytes_per_s=before.up_bytes_per_s)
+            else:
+                record.up = 1.0
+            if _is_close(before.s_per_flop, now.s_per_flop):
+                now = replace(now, s_per_flop=before.s_per_flop, s_per_tile=before.s_per_tile)
+            else:
+                record.work = 1.0
         self._profiles[worker.id], self._plain[worker.id] = worker.profile, now
+
+    def _with_usual_link(self, worker: WorkerInfo) -> DeviceProfile:
+        """Where nothing is known of its link, the others' median: it is to get work, and so be measured."""
+        usual: dict[str, float] = {}
+        for name, rate in asdict(worker.profile.link).items():
+            known = [v for id, p in self._profiles.items() if id != worker.id and (v := getattr(p.link, name))]
+            if not rate and known:
+                usual[name] = statistics.median(known)
+        return replace(worker.profile, link=replace(worker.profile.link, **usual))
 
     def observe(self, worker: WorkerId, tile: Stages, *, predicted_s: float, observed_s: float) -> None:
         """A tile of these stages came back after so long. What is no positive time changes nothing."""
@@ -156,6 +177,10 @@ class TileTimes:
             )
             most = max([most, *(max(x, y) / min(x, y) for x, y in pairs if x != y and min(x, y) > 0)])
         return most - 1.0
+
+
+def _is_close(old: float, new: float) -> bool:
+    return abs(new - old) <= least_change * max(old, new)
 
 
 def _bounded(scale: float) -> float:

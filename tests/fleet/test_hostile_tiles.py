@@ -1,0 +1,235 @@
+# pyright: reportPrivateUsage=false
+"""Hostile devices and a hostile coordinator of `sub_gemm`: what they send costs them, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from potluck.clock import InlineExecutor, SystemClock
+from potluck.codecs.bundle import pack_tensors, unpack_tensors
+from potluck.contract import checks
+from potluck.optim.inner import InnerConfig
+from potluck.planner.link import LinkMeter
+from potluck.protocol.frames import pack_data, unpack_data
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
+from potluck.strategies.sub_gemm.strategy import SubGEMM, SubGEMMConfig
+from potluck.transport.pieces import PieceReply, PieceRequest, piece_frames
+from potluck.types.errors import CorruptError, NotFinite, Refused, RoundFailed, RunStopped
+from potluck.types.ids import WorkerId
+from potluck.worker.pieces import Pieces
+
+Frames = Iterable[bytes]
+Attack = Callable[[PieceReply], Frames]
+
+
+def first_frame(reply: PieceReply, **others: Any) -> Frames:
+    head = {"piece": reply.id, "offset": 0, "total": len(reply.bundle), **reply.head(), **others}
+    yield pack_data(head, bytes(reply.bundle))
+
+
+def says(**others: Any) -> Attack:
+    return lambda reply: first_frame(reply, **others)
+
+
+def down(seconds: float) -> Attack:
+    return says(down=[1 << 39, seconds])
+
+
+def bundle(**tensors: torch.Tensor) -> Attack:
+    def attack(reply: PieceReply) -> Frames:
+        return piece_frames(replace(reply, bundle=pack_tensors(tensors), missing=(), error=""))
+
+    return attack
+
+
+def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Attack:
+    def attack(reply: PieceReply) -> Frames:
+        if not reply.bundle:
+            return piece_frames(reply)
+        c = unpack_tensors(reply.bundle)["c"]
+        return piece_frames(replace(reply, bundle=pack_tensors({"c": change(c)})))
+
+    return attack
+
+
+def twice(reply: PieceReply) -> Frames:
+    return [*piece_frames(reply), *piece_frames(reply)]
+
+
+def others(reply: PieceReply) -> Frames:
+    return [f for id in range(reply.id - 3, reply.id + 4) for f in piece_frames(replace(reply, id=id))]
+
+
+def missing(reply: PieceReply) -> Frames:
+    return piece_frames(PieceReply(id=reply.id, missing=("a", "b")))
+
+
+def claims(total: int) -> Attack:
+    def attack(reply: PieceReply) -> Frames:
+        yield pack_data({"piece": reply.id, "offset": 0, "total": total, "seconds": 0.1, "down": [0, 0.0]}, b"x" * 1000)
+
+    return attack
+
+
+def raw(**head: Any) -> Attack:
+    return lambda reply: [pack_data({k: (reply.id if v == "ID" else v) for k, v in head.items()}, b"")]
+
+
+def huge_shape(reply: PieceReply) -> Frames:
+    rows = [["c", "float32", [0, 1 << 48, 1], "raw", [[0, 0]]]]
+    from potluck.codecs.header import MAGIC, PREFIX, aligned
+
+    text = json.dumps({"tensors": rows}).encode()
+    text = text.ljust(aligned(PREFIX.size + len(text)) - PREFIX.size)
+    return piece_frames(replace(reply, bundle=PREFIX.pack(MAGIC, len(text)) + text, missing=(), error=""))
+
+
+attacks: dict[str, Attack] = {
+    "down-denormal": down(5e-324), "down-tiny": down(1e-300), "down-slow": says(down=[65536, 9.9e5]),
+    "seconds-999999": says(seconds=999999.0),
+    "other-name": lambda r: bundle(d=torch.zeros(3))(r), "no-dims": bundle(c=torch.tensor(1.0)),
+    "half": changed(lambda c: c.half()), "nan": changed(lambda c: c * torch.nan), "zeros": changed(lambda c: c * 0),
+    "garbage": lambda r: piece_frames(replace(r, bundle=b"\xff" * 4096, missing=(), error="")),
+    "huge-shape": huge_shape, "twice": twice, "others": others, "missing": missing,
+    "declines": raw(piece="ID", offset=0, total=0, error="no", declined=True),
+    "fails": raw(piece="ID", offset=0, total=0, error="no\x1b[2J\n" * 9000, declined=False),
+    "claims-2GB": claims(1 << 31), "down-nan": says(down=[1 << 20, float("nan")]),
+    "deep": lambda r: [pack_data({"piece": json.loads("[" * 900 + "]" * 900)}, b"")],
+}  # fmt: skip
+ends_itself = {"fails", "claims-2GB", "down-nan", "deep"}
+
+
+def run(**options: Any) -> checks.Outcome:
+    config = SubGEMMConfig(head_computes=False, least_side=4)
+    return checks.run(Problem(num_rounds=2, validate=False), lambda: SubGEMM(config), **options)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    """Losses where every device is honest."""
+    return run(num_workers=3, min_workers=2).round_losses
+
+
+@pytest.mark.parametrize("name", list(attacks))
+def test_a_hostile_device_costs_nobody_else(name: str, plain: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    attack, seen, num_sent = attacks[name], list[Pieces](), 0
+    send = Pieces.send
+
+    async def evil(pieces: Pieces, to: Callable[[bytes], Awaitable[None]]) -> None:
+        nonlocal num_sent
+        seen.append(pieces)
+        if pieces is not seen[0]:
+            return await send(pieces, to)
+        while True:
+            pieces._to_send.clear()
+            while pieces._replies:
+                num_sent += 1
+                for frame in attack(pieces._replies.popleft()):
+                    await to(frame)
+                pieces._changed.set()
+            await pieces._to_send.wait()
+
+    monkeypatch.setattr(Pieces, "send", evil)
+    try:
+        got = run(num_workers=3, min_workers=2)
+    except Refused:  # it ended the device that sent it, and nobody else
+        assert name in ends_itself
+        return
+    assert num_sent, "the attack never took place"
+    assert got.round_losses == pytest.approx(plain, abs=1e-5)
+
+
+async def rounds(world: World, number: int) -> None:
+    while sum(event.kind == "round" for event in world.events) < number:
+        await world.clock.sleep(0.01)
+
+
+def test_the_only_device_rests_for_a_minute() -> None:
+    """Its owner needs the machine, as `--hours` and `pause` do: the run waits for it, and goes on."""
+
+    async def disturb(world: World) -> None:
+        await rounds(world, 1)
+        agent = world.hosts[WorkerId("w1")].agent
+        assert agent is not None
+        agent.hold()
+        await world.clock.sleep(60)
+        agent.release()
+
+    assert run(num_workers=1, min_workers=1, disturb=disturb).state.round == 2
+
+
+# A coordinator against a device of 1 MB
+
+
+def device(limit_bytes: int = 1 << 20) -> tuple[Pieces, list[tuple[dict[str, Any], memoryview]]]:
+    sent: list[tuple[dict[str, Any], memoryview]] = []
+    return Pieces(compute=InlineExecutor(), clock=SystemClock(), limit_bytes=limit_bytes, note=lambda _: None), sent
+
+
+async def serve(pieces: Pieces, sent: list[Any], requests: Iterable[PieceRequest], num_replies: int) -> None:
+    async def send(frame: bytes) -> None:
+        sent.append(unpack_data(frame))
+
+    serving = [asyncio.ensure_future(c) for c in pieces.serve(send)]
+    try:
+        async with asyncio.timeout(10):
+            for request in requests:
+                for frame in piece_frames(request):
+                    await pieces.take(*unpack_data(frame))
+            while sum("piece" in head and head["offset"] == 0 for head, _ in sent) < num_replies:
+                await asyncio.sleep(0.001)
+    finally:
+        for each in serving:
+            each.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+
+
+def outer(id: int, side: int, memory_bytes: int) -> PieceRequest:
+    return PieceRequest(
+        id=id, task="sub_gemm.tile", operands={"a": "", "b": ""}, kept=frozenset(), memory_bytes=memory_bytes,
+        arguments={"wire": "fp32", "is_a_transposed": False, "is_b_transposed": False},
+        bundle=pack_tensors({"a/values": torch.ones(side, 1), "b/values": torch.ones(1, side)}),
+    )  # fmt: skip
+
+
+def test_a_piece_whose_result_is_larger_than_it_says_is_refused() -> None:
+    """16 kB come, 16 MB are made, and the owner gives 1 MB."""
+    pieces, sent = device()
+    asyncio.run(serve(pieces, sent, [outer(1, 2000, 20_000)], 1))
+    assert "error" in sent[0][0], "16 MB were computed within a limit of 1 MB"
+
+
+def test_the_limit_holds_after_any_number_of_pieces_that_are_too_large() -> None:
+    pieces, sent = device()
+    asyncio.run(serve(pieces, sent, [outer(id, 4, 1 << 40) for id in range(80)], 80))
+    assert sum("error" in head for head, _ in sent) == 80
+
+
+def test_operands_that_cannot_be_names_are_corrupt() -> None:
+    pieces, _ = device()
+    head = {"piece": 1, "offset": 0, "total": 0, "task": "x", "arguments": {}, "operands": {"a": ""}, "memory": 0}
+    with pytest.raises(CorruptError):
+        asyncio.run(pieces.take({**head, "kept": [[1]]}, memoryview(b"")))
+
+
+def test_a_link_of_no_time_is_no_link() -> None:
+    meter = LinkMeter()
+    meter.received(1 << 39, 5e-324)
+    assert meter.rates.down_bytes_per_s < math.inf
+
+
+def test_factors_that_are_not_finite_are_no_fault_of_a_device() -> None:
+    """On an int8 wire as on fp32: the run ends with the reason, the workers do not end for it."""
+    problem = Problem(num_rounds=3, validate=False, inner=InnerConfig(lr=1e30, batch_size=4, warmup=0.0))
+    config = SubGEMMConfig(head_computes=False, least_side=4, wire="int8")
+    with pytest.raises((NotFinite, RunStopped, RoundFailed)):
+        checks.run(problem, lambda: SubGEMM(config), num_workers=2, min_workers=2)
