@@ -94,7 +94,7 @@ def test_a_budget_that_is_spent_already_is_said(tmp_path: Path) -> None:
     said = set_in_folder(tmp_path, "budget.rounds=6", at=5.0, by="me")
     assert said.endswith("; that much is done already, so no further round begins")
     assert "done already" not in set_in_folder(tmp_path, "budget.rounds=7", at=5.0, by="me")
-    assert operations_in_folder(tmp_path)[1] == "round 6: me set budget.rounds is 7, and was 6"
+    assert operations_in_folder(tmp_path)[1] == "round 6: me: budget.rounds is 7, and was 6"
     assert progress_in_folder(tmp_path) == {**state, "loss": None}
 
 

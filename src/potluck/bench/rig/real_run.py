@@ -21,6 +21,8 @@ from potluck.bench.rig import paced
 from potluck.bench.rig.wire import Way, Wire, WireLoop
 
 look_s = 0.03
+told_s = 0.1
+"""So long after it was written down a lease is in its worker's hands, on loopback."""
 no_environment: Mapping[str, str] = {}  # beside this process' own
 
 
@@ -187,9 +189,10 @@ class RealRun:
         return those()[more - 1]
 
     def wait_at_work(self, name: str) -> None:
-        """Until it has just been given work."""
+        """Until it has just been given work, and knows of it."""
         self.wait(lambda: not self.leased(name), f"end of what {name} does")
         self.wait(lambda: self.leased(name), f"lease of {name}")
+        time.sleep(told_s)
 
 
 @contextmanager
