@@ -304,9 +304,9 @@ def test_roles(here: Path, inside: CommandLine, tmp_path: Path) -> None:
 
 
 def test_a_model_too_big_for_a_workers_limit(here: Path, inside: CommandLine) -> None:
-    ended = inside("join", join_line(here), "--state", "small", "--name", "small", "--max-memory", "500KB")
+    ended = inside("join", join_line(here), "--state", "small", "--name", "small", "--max-memory", "1200KB")
     assert ended.code == 5, ended.stderr
-    assert re.search(r"needs \d+\.\d MiB and 0\.5 MiB are free within --max-memory", ended.sentence())
+    assert re.search(r"needs \d+\.\d MiB and 1\.1 MiB are free within --max-memory", ended.sentence())
 
 
 @pytest.mark.parametrize("answers", [False, True])
