@@ -225,10 +225,7 @@ class LiveFleet:
     async def accept(
         self, lease: OpenLease, scalars: Mapping[str, Any], object: str, inline: Mapping[str, Tensor]
     ) -> bool:
-        """A valid result: logged first, then visible. False if another copy of the task was answered first.
-
-        Inline tensors are not logged: their step starts again.
-        """
+        """A valid result: logged (inline ones are not: their step starts again), then visible. False if not the first."""
         message = lease.message
         row = ReplyRow(
             key=message.key, worker=lease.worker, object=object, scalars=scalars, version=message.next_version
@@ -424,10 +421,8 @@ class LiveFleet:
     async def head(
         self, work: Callable[[Head], Result], *, key: str, num_sequences: int = 0, held_out_parts: int = 0
     ) -> HeadResult:
-        return await self._head.run(
-            work, self._now, self._run, key=key, num_sequences=num_sequences, held_out_parts=held_out_parts,
-            name=self._output_name,
-        )  # fmt: skip
+        sizes = {"num_sequences": num_sequences, "held_out_parts": held_out_parts}
+        return await self._head.run(work, self._now, self._run, key=key, name=self._output_name, **sizes)
 
     def credit(self, key: str, num_tokens: Mapping[WorkerId, int]) -> None:
         credit(self._now, key, num_tokens)

@@ -43,7 +43,6 @@ class Pieces:
         self._compute, self._clock, self._note = compute, clock, note
         self.limit_bytes = max(int(limit_bytes), least_limit_bytes)
         self.num_done = 0
-        self.most_bytes = 0  # ever held at once
         self._held = False
         self.reset()
 
@@ -177,7 +176,6 @@ class Pieces:
             shards.shrink(room)
             if missing:
                 return PieceReply(id=request.id, missing=tuple(missing))
-            self.most_bytes = max(self.most_bytes, self.limit_bytes - room + shards.num_bytes)
             wire = str(request.arguments.get("wire", "fp32"))
             tensors = {key: decode(parts, wire) for key, parts in operands.items()}
             result = _call(request, tensors, request.memory_bytes or self.limit_bytes)
