@@ -225,7 +225,7 @@ class LiveFleet:
     async def accept(
         self, lease: OpenLease, scalars: Mapping[str, Any], object: str, inline: Mapping[str, Tensor]
     ) -> bool:
-        """A valid result: logged (inline ones are not: their step starts again), then visible. False if not the first."""
+        """A valid result: logged (but inline ones: their step starts again), then visible. False if not the first."""
         message = lease.message
         row = ReplyRow(
             key=message.key, worker=lease.worker, object=object, scalars=scalars, version=message.next_version

@@ -258,15 +258,15 @@ class Spreader:
         """Send what is to be sent, for as long as the stream lasts."""
         while True:
             lane.ready.clear()
-            if lane.withdrawn:
-                ids, lane.withdrawn = lane.withdrawn, []
-                await send(withdraw_frame(ids))
-            while lane.outbox:
+            while lane.withdrawn or lane.outbox:
+                if lane.withdrawn:  # before the next piece: a device holds few that are here in part
+                    ids, lane.withdrawn = lane.withdrawn, []
+                    await send(withdraw_frame(ids))
+                    continue
                 flight = lane.outbox.popleft()
                 if lane.flights.get(flight.id) is flight:
                     await self._send(lane, flight, send)
-            if not lane.withdrawn:
-                await lane.ready.wait()
+            await lane.ready.wait()
 
     async def _send(self, lane: Lane, flight: Flight, send: Callable[[bytes], Awaitable[None]]) -> None:
         piece = flight.piece
