@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from worlds import virtual_world
 from potluck.clock import InlineExecutor, run_virtual
 from potluck.coordinator.status import snapshot
 from potluck.coordinator.twins import Twins, window_s
+from potluck.simulator.exact.modelled import ModelledRunner
 from potluck.simulator.exact.problem import Problem
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import RunSpec
@@ -83,7 +85,7 @@ def test_a_copied_worker_works_on_and_the_first_one_is_told(tmp_path: Path) -> N
             executor = InlineExecutor()
             return await equip(
                 spec, link, folder=tmp_path / "copy", device="cpu", clock=world.clock, compute=executor,
-                files=executor, note=copy.note, cost_s=lambda _: 2.0,
+                files=executor, note=copy.note, make=partial(ModelledRunner, cost_s=lambda _: 2.0),
             )  # fmt: skip
 
         copy = Agent(

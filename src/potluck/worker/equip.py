@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from potluck.clock import Clock, Executor
-from potluck.protocol import pb
 from potluck.storage.digest import check_digest
 from potluck.strategies.registry import install_tasks
 from potluck.strategies.run import RunSpec
@@ -37,7 +36,7 @@ async def equip(
     piece_memory_bytes: int = 1 << 30,
     share_dir: Path | None = None,
     num_threads: int | None = None,
-    cost_s: Callable[[pb.Lease], float] = lambda _: 0.0,
+    make: Callable[..., Runner] = Runner,
 ) -> Runner:
     """Everything a worker needs before its first task. DataError, ModelError or ResourceError if it cannot be had."""
     run_folder = await files.run(RunFolder, folder / "runs" / spec.run_id)
@@ -64,9 +63,9 @@ async def equip(
             told(f"skipped {where.file}:{where.line}: {where.reason}")  # the place is for the owner only
         note(sources.own.report.sentence())
     trainer = await compute.run(build)
-    runner = Runner(
+    runner = make(
         spec=spec, folder=run_folder, trainer=trainer, sources=sources, link=link, clock=clock, compute=compute,
-        files=files, note=note, cost_s=cost_s,
+        files=files, note=note,
         share=MachineShare(share_dir / spec.run_id, clock, files) if share_dir else None,
         pieces=Pieces(
             compute=compute, clock=clock, note=note, limit_bytes=piece_memory_bytes,

@@ -34,10 +34,8 @@ from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
 from potluck.worker.pieces import Pieces
 from potluck.worker.replica import TorchReplica
-from potluck.worker.resumable import TaskSuspended
 from potluck.worker.session import Post
 from potluck.worker.share import MachineShare
-from potluck.worker.snapshots import task_name
 from potluck.worker.sources import Sources
 from potluck.worker.state import RunFolder
 from potluck.worker.trainer import Trainer
@@ -52,10 +50,6 @@ def lease_id(lease: pb.Lease | pb.TaskResult) -> LeaseId:
     return (lease.round, lease.attempt, lease.key)
 
 
-def _pass() -> None:
-    """Nothing, for a modelled device to spend time on."""
-
-
 def session_of(id: LeaseId) -> LeaseId:
     """The lease that a result belongs to: an emission of a session is named `key@step`."""
     round, attempt, key = id
@@ -68,11 +62,10 @@ class Runner:
     def __init__(
         self, *, spec: RunSpec, folder: RunFolder, trainer: Trainer | HollowTrainer, sources: Sources, link: Link,
         clock: Clock, compute: Executor, files: Executor, note: Callable[[str], None],
-        cost_s: Callable[[pb.Lease], float] = lambda _: 0.0, share: MachineShare | None = None,
-        pieces: Pieces | None = None,
+        share: MachineShare | None = None, pieces: Pieces | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.trainer, self.sources, self.link = folder, trainer, sources, link
-        self._clock, self._compute, self._files, self._note, self._cost_s = clock, compute, files, note, cost_s
+        self._clock, self._compute, self._files, self._note = clock, compute, files, note
         self._share, self.pieces = share, pieces
         self._spec, self._up_rules = spec, CodecPolicy.from_json("fp32", spec.up_rules).rules
         self.wanted: dict[LeaseId, pb.Lease] = {}
@@ -296,56 +289,18 @@ class Runner:
         self.activity = ("training", 0)
         if lease.sequences_per_step:  # whether it is late goes by when it began
             self.changed.set()
-        if cost_s := self._cost_s(lease):
-            result, seconds = await self._train_modelled(function, lease, arguments, cost_s)
-        else:
-            started = self._clock.now()
-            result = await self._compute.run(self._perform, function, lease, arguments, started)
-            seconds = self._clock.now() - started + self.trainer.seconds_before
+        result, seconds = await self._train(function, lease, arguments)
         if lease_id(lease) not in self.wanted:
             raise TaskCancelled
         await self._deliver(lease, result, seconds)
 
-    async def _train_modelled(
-        self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any], cost_s: float
+    async def _train(
+        self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any]
     ) -> tuple[Result, float]:
-        """Where compute takes modelled time, a task of which snapshots are taken is done in pieces: each ends with a
-        snapshot and is computed once its time has passed, so that who dies meanwhile loses that piece. Of one that may
-        be cut short the time passes step by step."""
-        total = -(-lease.num_sequences // self._spec.inner.sequences_per_step)
-        every = self._spec.snapshot_every_steps if lease.kind == "pinned" else 0
-        done, stop = 0, total
-        while True:
-            if every:
-                before, done = stop, await self._files.run(self.folder.snapshot.num_steps, task_name(lease))
-                stop = min(done + every, total) if before == total or done == before else total
-            started, cut_after = self._clock.now(), 0
-            if lease.sequences_per_step:
-                cut_after = await self._pass_steps(lease, cost_s / total, done, stop) or total
-            else:
-                await self._compute.run(_pass, cost_s=cost_s * ((stop - done) / total if total else 1.0))
-            stop_after = stop if stop < total and cut_after in (0, total) else 0
-            try:
-                result = await self._compute.run(
-                    self._perform, function, lease, arguments, started, stop_after, cut_after
-                )
-            except TaskSuspended:
-                if self.held:
-                    raise
-                continue
-            if stop_after:  # it is not one that stops
-                await self._compute.run(_pass, cost_s=cost_s * (total - stop) / total)
-            return result, self._clock.now() - started + self.trainer.seconds_before
-
-    async def _pass_steps(self, lease: pb.Lease, step_s: float, done: int, stop: int) -> int:
-        """Let the time of a task's steps pass; after how many of all it was cut short, 0 if it was not."""
-        num_steps = done
-        while not (num_steps and self._is_cut_short(lease_id(lease))):
-            if num_steps == stop:
-                return 0
-            await self._compute.run(_pass, cost_s=step_s)
-            num_steps += 1
-        return num_steps
+        """What a task gives, and the seconds that it took, those before an interruption included."""
+        started = self._clock.now()
+        result = await self._compute.run(self._perform, function, lease, arguments, started)
+        return result, self._clock.now() - started + self.trainer.seconds_before
 
     def _is_cut_short(self, id: LeaseId) -> bool:
         """From any thread."""
@@ -555,7 +510,11 @@ class Runner:
         _, attempt, key = self.current
         activity, step = self.activity
         if activity == "training":
-            step = self.trainer.num_steps or self.trainer.num_batches  # validation takes no steps
+            step = self._num_steps()
         return [
             pb.Progress(key=key, attempt=attempt, step=step, activity=activity, tokens_per_s=self.trainer.tokens_per_s)
         ]
+
+    def _num_steps(self) -> int:
+        """Of the task under way, done so far."""
+        return self.trainer.num_steps or self.trainer.num_batches  # validation takes no steps

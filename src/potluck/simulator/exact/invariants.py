@@ -66,6 +66,7 @@ class Witness:
         self.counted: list[dict[str, Counted]] = []  # by round: what counted, and the data it was made of
         self.num_cut_short = 0  # tasks that ended before all they were granted was trained
         self.num_commits = 0
+        self._most_workers = 0  # that were ever here at once
         self._versions: dict[str, str] = {}  # the state that each worker should hold
         self._given_up: list[tuple[Coordinator, float, int, int, str]] = []  # run, when, round, attempt, worker
         self.redo: Callable[[Coordinator, pb.Lease, ReplyRow], None] = lambda _run, _lease, _row: None  # or Violated
@@ -285,7 +286,7 @@ class Witness:
             raise Violated(f"{handed_out} sequences are handed out and {held} are in somebody's hands")
 
     def _check_files(self, run: Coordinator) -> None:
-        workers = len(run.roster.members)
+        self._most_workers = workers = max(self._most_workers, len(run.roster.members))  # after a start none is known
         objects, data = len(run.objects.digests()), len(run.deck.digests())
         if objects > data + 8 * workers + 8:
             raise Violated(f"{objects} objects are kept, {data} of them data, for {workers} workers")

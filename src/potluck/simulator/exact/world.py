@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from potluck.clock import Clock, Executor, Lanes
@@ -24,6 +25,7 @@ from potluck.coordinator.service import CoordinatorService
 from potluck.protocol import pb
 from potluck.protocol.frames import CHUNK_HEADER_BYTES, unpack_chunk
 from potluck.simulator.exact.lives import Fate, Life, LifeExecutor
+from potluck.simulator.exact.modelled import ModelledRunner
 from potluck.simulator.exact.networks import Modelled, Network
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import RunSpec
@@ -242,7 +244,7 @@ class World:
         async def equipped(spec: RunSpec, link: Link) -> Runner:
             return await equip(
                 spec, link, folder=life.folder, device="cpu", clock=clock, compute=self._executor(life),
-                files=self._executor(life), note=agent.note, cost_s=host.cost_s,
+                files=self._executor(life), note=agent.note, make=partial(ModelledRunner, cost_s=host.cost_s),
             )  # fmt: skip
 
         agent = host.agent = Agent(
