@@ -73,6 +73,7 @@ def simulate_recipe(
     if sizes:
         raise PotluckError(f"--devices is for sub_gemm and the strategy is {plan.spec.strategy}; change the fleet file")
     begun = time.monotonic()
+    print(f"playing {plan.spec.name} on {len(machines.devices):,} devices", file=sys.stderr, flush=True)
     report = simulate_scale(
         plan,
         machines.devices,

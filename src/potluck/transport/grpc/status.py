@@ -16,6 +16,19 @@ ERROR_KEY = "potluck-error"
 _untrusted = ("CERTIFICATE_VERIFY_FAILED", "BAD_SIGNATURE", "Hostname Verification Check failed")
 """What a failed handshake says where the server's certificate is not by our authority, or not for its name."""
 
+_causes = {
+    "Connection refused": "nothing listens there, it was refused",
+    "DNS resolution failed": "its name is not known",
+    "Domain name not found": "its name is not known",
+    "No route to host": "the network has no way to it",
+    "Network is unreachable": "the network has no way to it",
+    "Connection reset": "the connection was reset",
+    "Broken pipe": "the connection was reset",
+    "Connection timed out": "it does not answer",
+    "handshake timed out": "it does not answer",
+}
+"""What gRPC says among much else, and what it means."""
+
 Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
 
 
@@ -57,7 +70,8 @@ def from_status(error: grpc.aio.AioRpcError, address: str) -> Exception:
             f"{address} closes the connection before it is set up; "
             "if this goes on, the certificate of this machine may have expired, or another service has the port"
         )
-    return ConnectionLost(f"no connection to {address}: {sentence.strip()[:300] or code.name}")
+    known = next((meaning for sign, meaning in _causes.items() if sign in sentence), "")
+    return ConnectionLost(f"no connection to {address}: {known or sentence.strip()[:300] or code.name}")
 
 
 def _classes() -> dict[str, type[PotluckError]]:
