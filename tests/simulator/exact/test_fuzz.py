@@ -13,7 +13,7 @@ from potluck.simulator.exact.fuzz import case_of, fuzz, play_seed
 # A killed process closes nothing.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
-ever_failed = (2267, 2511, 2515)
+ever_failed = (2267, 2511, 2515, 8449)
 """Seeds that once found something: they are played for ever."""
 
 

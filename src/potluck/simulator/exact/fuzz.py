@@ -279,6 +279,7 @@ class _Play:
         self._history: list[str] = []
         self.chaos = Chaos(faults, self._history.append)
         self._violation = ""
+        self._recovered: Coordinator | None = None  # the process whose start was looked at
 
     def run(self) -> Verdict:
         with tempfile.TemporaryDirectory(prefix="potluck-fuzz-", dir=_in_memory()) as folder, _at_most(most_real_s):
@@ -368,6 +369,7 @@ class _Play:
         if run is None or self._violation:
             return
         try:
+            self._look_at_restart(run)
             if event.kind == "round":
                 self.witness.told(run, int(event.detail["round"]))
             elif event.kind == "discarded":
@@ -379,8 +381,13 @@ class _Play:
         except Violated as error:
             self._violation = str(error)
 
+    def _look_at_restart(self, run: Coordinator) -> None:
+        if run is not self._recovered and run.recovered.is_set():
+            self._recovered = run
+            self.witness.recovered(run)
+
     async def _to_the_end(self) -> tuple[str, str]:
-        world, seen = self.world, None
+        world = self.world
         while world.clock.now() < most_virtual_s:
             await world.clock.sleep(look_interval_s)
             if self._violation:
@@ -390,9 +397,8 @@ class _Play:
             if run is None or life is None or not life.alive or world.training is None:
                 self._look_at_boot()
                 continue
-            if run is not seen and run.recovered.is_set():
-                seen = run
-                self.witness.recovered(run)
+            if not run.whole.locked():  # in the middle of a commit its state is not what is written down
+                self._look_at_restart(run)
             if not self.chaos.stands_still(coordinator):
                 self.witness.losses(run, world.clock.now())
             if run.failure is not None:
