@@ -153,18 +153,29 @@ async def rounds(world: World, number: int) -> None:
         await world.clock.sleep(0.01)
 
 
-def test_the_only_device_rests_for_a_minute() -> None:
-    """Its owner needs the machine, as `--hours` and `pause` do: the run waits for it, and goes on."""
+@pytest.mark.parametrize("rest_s", [60.0, 7200.0])
+def test_the_only_device_rests(rest_s: float) -> None:
+    """Its owner needs the machine, as `--hours` and `pause` do: the run waits as long, and no work is lost."""
+    phases: list[str] = []
 
     async def disturb(world: World) -> None:
         await rounds(world, 1)
         agent = world.hosts[WorkerId("w1")].agent
-        assert agent is not None
+        assert agent is not None and agent.runner is not None and agent.runner.pieces is not None
+        num_done = agent.runner.pieces.num_done
+        while agent.runner.pieces.num_done < num_done + 3:  # in the middle of a step
+            await world.clock.sleep(0.001)
         agent.hold()
-        await world.clock.sleep(60)
+        await world.clock.sleep(rest_s)
+        assert world.run is not None
+        phases.append(world.run.fleet.phase)
         agent.release()
 
-    assert run(num_workers=1, min_workers=1, disturb=disturb).state.round == 2
+    got = run(num_workers=1, min_workers=1, disturb=disturb)
+    assert got.state.round == 2
+    assert phases == ["waiting for a device that can take a piece"]
+    assert not any("discarded" in text for _, text in got.trace)
+    assert sum("waiting for a device" in text for _, text in got.trace) == 1
 
 
 # A coordinator against a device of 1 MB

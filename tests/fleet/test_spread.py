@@ -57,6 +57,10 @@ class Rows:
     def is_done(self) -> bool:
         return len(self.done) == len(self.a)
 
+    @property
+    def needs_devices(self) -> bool:
+        return True
+
     def issue(self, here: Sequence[WorkerInfo], now: float) -> list[tuple[WorkerId, Piece]]:
         found: list[tuple[WorkerId, Piece]] = []
         for number in range(len(self.a)):

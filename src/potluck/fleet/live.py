@@ -12,7 +12,6 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -72,7 +71,7 @@ class LiveFleet:
         self.book = LeaseBook()
         self.watching = Watch(roster, self.book, clock, lose=self._lose)
         self.spreader = Spreader(roster, clock, lanes.transfers)
-        self.spreader.waits = partial(setattr, self, "phase")
+        self.spreader.waits = self._waits_for_devices
         self._head = HeadWork(
             spreader=self.spreader, params=params, objects=objects, data=data, ledger=ledger, clock=clock, lanes=lanes
         )
@@ -86,7 +85,7 @@ class LiveFleet:
         self.overflowed: set[WorkerId] = set()  # to whom a loss or gradient of this attempt was not finite
         self._num_outputs = 0
         self.figures: dict[str, float] = {}  # that the strategy reported in this attempt
-        self.phase = "starting"
+        self.phase = self._usual_phase = "starting"
         self.lost: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of work that was given up
         self.claimed: Callable[[OpenLease], None] = lambda _lease: None  # hears that a result will be taken now
         self.waits: Callable[[str], None] = lambda _reason: None  # hears what `ready` waits for
@@ -417,6 +416,13 @@ class LiveFleet:
         await self._issue(self.floating, fresh, expects=None)
 
     # The head
+
+    def _waits_for_devices(self, text: str) -> None:
+        """The spreader waits, or no longer does."""
+        if text:
+            self._usual_phase = self.phase
+            self.waits(text)
+        self.phase = text or self._usual_phase
 
     async def head(
         self, work: Callable[[Head], Result], *, key: str, num_sequences: int = 0, held_out_parts: int = 0

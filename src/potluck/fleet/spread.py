@@ -24,7 +24,8 @@ from potluck.clock import Clock, Executor
 from potluck.codecs.bundle import pack_tensors, unpack_tensors
 from potluck.codecs.factors import encode
 from potluck.fleet.roster import Member, Roster, heard_until, silence
-from potluck.fleet.waiting import a_little
+from potluck.fleet.waiting import Hope, a_little
+from potluck.fleet.watch import tick_s
 from potluck.planner.link import LinkMeter
 from potluck.strategies.bag import Bag, Piece
 from potluck.strategies.fleet import WorkerInfo
@@ -35,7 +36,7 @@ from potluck.transport.pieces import (
     piece_frames,
     withdraw_frame,
 )
-from potluck.types.errors import CorruptError, InvalidUpdate, Refused, RoundFailed
+from potluck.types.errors import CorruptError, InvalidUpdate, Refused
 from potluck.types.ids import WorkerId
 from potluck.types.untrusted import printable
 
@@ -107,7 +108,7 @@ class Spreader:
         self._plays: set[Play] = set()
         self._ids = itertools.count(1)
         self.meters: dict[WorkerId, LinkMeter] = {}
-        self.waits: Callable[[str], None] = lambda _text: None  # hears what is waited for
+        self.waits: Callable[[str], None] = lambda _text: None  # hears what is waited for, and "" when that is over
         self._cached: tuple[WorkerInfo, ...] | None = None  # who is here, until somebody comes, goes or changes
         self.refused: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of faults of a worker
 
@@ -119,6 +120,7 @@ class Spreader:
         self._plays.add(play)
         self._cached = None  # links are looked at anew for each bag
         watching = asyncio.ensure_future(self._watch_roster(play))
+        hope: Hope | None = None
         try:
             while True:
                 play.changed.clear()
@@ -127,8 +129,16 @@ class Spreader:
                     raise play.error
                 if bag.is_done:
                     return
-                await self._pause(play)
+                if bag.needs_devices and not self.here():
+                    hope = hope or self._waits_for_somebody()
+                    hope.check()
+                elif hope is not None:
+                    hope = None
+                    self.waits("")
+                await self._pause(play, self._clock.now() + tick_s if hope else self._look_at(play))
         finally:
+            if hope is not None:
+                self.waits("")
             watching.cancel()
             self._plays.discard(play)
             for flight in list(play.flights):
@@ -141,7 +151,10 @@ class Spreader:
                 self._lose(flight, reason, now)
         if play.error is not None or play.bag.is_done:
             return
-        issued = play.bag.issue(self.here(), now)
+        here = self.here()
+        if play.bag.needs_devices and not here:
+            return
+        issued = play.bag.issue(here, now)
         for flight in list(play.flights):
             if not play.bag.is_wanted(flight.piece):
                 self._withdraw(flight)
@@ -157,13 +170,16 @@ class Spreader:
             lane.outbox.append(flight)
             lane.ready.set()
 
-    async def _pause(self, play: Play) -> None:
-        """Until something happens, or a worker that has a piece may have fallen silent."""
-        now, config = self._clock.now(), self._roster.config
+    def _look_at(self, play: Play) -> float:
+        """When a worker that has a piece may have fallen silent, or the bag wants to be asked."""
         members = {flight.lane.member.id: flight.lane.member for flight in play.flights}
-        at = min([play.bag.look_at(), *(heard_until(m, config) for m in members.values())], default=math.inf)
+        return min([play.bag.look_at(), *(heard_until(m, self._roster.config) for m in members.values())])
+
+    async def _pause(self, play: Play, until: float) -> None:
+        """Until something happens, or that time."""
+        left_s = max(until - self._clock.now(), 0.0) + 1e-3
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(at - now, 0.0) + 1e-3 if at < math.inf else None):
+            async with asyncio.timeout(left_s if left_s < math.inf else None):
                 await play.changed.wait()
 
     async def _watch_roster(self, play: Play) -> None:
@@ -173,13 +189,21 @@ class Spreader:
             play.changed.set()
 
     async def somebody(self) -> None:
-        """Wait for a device that can do pieces: one that is here may rest, or not have opened its stream yet."""
-        since, limit_s = self._clock.now(), self._roster.config.no_progress_s
+        """Wait for a device that can do pieces: one that is here may rest, or not have opened its stream yet.
+
+        RunStopped where only quarantined ones are left.
+        """
+        if self.looked():
+            return
+        hope = self._waits_for_somebody()
         while not self.looked():
-            if self._clock.now() - since > limit_s:
-                raise RoundFailed(f"no device could take a piece for {limit_s:.0f} s")
-            self.waits("waiting for a device that can take a piece")
+            hope.check()
             await a_little(self._roster)
+        self.waits("")
+
+    def _waits_for_somebody(self) -> Hope:
+        self.waits("waiting for a device that can take a piece")
+        return Hope(self._roster, self._clock)
 
     def looked(self) -> tuple[WorkerInfo, ...]:
         """`here`, looked at anew: nobody watches the roster between two bags."""

@@ -48,6 +48,11 @@ class Bag(Protocol):
     @property
     def is_done(self) -> bool: ...
 
+    @property
+    def needs_devices(self) -> bool:
+        """Whether nobody else can do it: while no worker is here, the fleet then waits and does not ask."""
+        ...
+
     def issue(self, here: Sequence[WorkerInfo], now: float) -> Sequence[tuple[WorkerId, Piece]]:
         """What is to be sent now. Asked at the start and after everything that happened. `here` may work: healthy.
 

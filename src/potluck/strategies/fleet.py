@@ -119,7 +119,7 @@ class Head(Protocol):
         ...
 
     def wait(self) -> None:
-        """Stand still until somebody could do a piece. RoundFailed if that takes too long."""
+        """Stand still until somebody could do a piece. RunStopped where only quarantined workers are left."""
         ...
 
     def now(self) -> float:

@@ -54,6 +54,8 @@ class Desk(Protocol):
 
     def workers(self) -> Sequence[WorkerInfo]: ...
 
+    def wait(self) -> None: ...
+
     def now(self) -> float: ...
 
     def spread(self, bag: Bag) -> None: ...
@@ -146,14 +148,14 @@ class SpreadMultiplier:
         """The weights are new, and so is the log. `desk` serves until the next step begins."""
         self._desk, self.log = desk, StepLog()
         self._holdings.clear()
-        here = desk.workers()
+        here = self._here(desk)
         if {w.id for w in here} != set(self._fleet) or self.times.drift(self._fleet, here) > drift_tolerance:
             self._plan_for(here)
 
     def __call__(self, product: Product) -> Tensor:
         assert self._desk is not None, "begin_step comes first"
         kind = self.log.kinds.setdefault(product.kind, KindLog())
-        plan = self._plan(product, self._desk.workers())
+        plan = self._plan(product, self._here(self._desk))
         self._num_products += 1
         if plan.method == "native" and not (self._fleet and math.isinf(self._head.s_per_flop)):
             return self._native(product, plan, self._desk, kind)
@@ -183,6 +185,14 @@ class SpreadMultiplier:
         kind.predicted_s += predicted_s
         kind.observed_s += observed_s
         return result
+
+    def _here(self, desk: Desk) -> Sequence[WorkerInfo]:
+        """Somebody, where the head does not compute."""
+        here = desk.workers()
+        if here or not math.isinf(self._head.s_per_flop):
+            return here
+        desk.wait()
+        return desk.workers()
 
     def _native(self, product: Product, plan: Plan, desk: Desk, kind: KindLog) -> Tensor:
         if math.isinf(self._head.s_per_flop):

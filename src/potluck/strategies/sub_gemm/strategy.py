@@ -90,8 +90,6 @@ class SubGEMM:  # the half that runs on the head
 
         def work(head: Head) -> Result:
             model, multiplier = self._ready(run)
-            if not self.config.head_computes:
-                head.wait()
             multiplier.begin_step(head)
             model.load(head.vector(state.params))
             gradient, loss = model.gradient(

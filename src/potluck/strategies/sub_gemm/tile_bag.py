@@ -104,6 +104,10 @@ class TileBag:
         """Nothing is missing, or only what the head will compute."""
         return not (self._planned or self._tree.open or self._num_landing)
 
+    @property
+    def needs_devices(self) -> bool:
+        return math.isinf(self._terms.head.s_per_flop)
+
     def issue(self, here: Sequence[WorkerInfo], now: float) -> Sequence[tuple[WorkerId, Piece]]:
         with self._lock:
             is_first = self._meet(tuple(here), now)
