@@ -64,6 +64,7 @@ class Played:
     stalls: float = 0.0  # held back for a long time
     jitter: float = 0.0
     notice_s: float = 6.0
+    is_measured: bool = True  # its link
     flying: dict[Piece, float] = field(default_factory=dict[Piece, float])
     stages: tuple[float, float, float] = (0.0, 0.0, 0.0)
     kept: set[str] = field(default_factory=set[str])  # names of shards
@@ -72,7 +73,8 @@ class Played:
     def info(self) -> WorkerInfo:
         s_per_flop = 1 / (self.flops * self.optimism)
         speeds = Speeds(gemm=(GemmSpeed(dtype="fp32", dim=256, s_per_flop=s_per_flop),))
-        link = LinkRates(up_bytes_per_s=self.up * self.optimism, down_bytes_per_s=self.down * self.optimism, rtt_s=0.01)
+        told = self.optimism if self.is_measured else 0.0
+        link = LinkRates(up_bytes_per_s=self.up * told, down_bytes_per_s=self.down * told, rtt_s=0.01 if told else 0.0)
         memory = math.ceil(self.memory / 0.85)
         return WorkerInfo(
             id=self.id,

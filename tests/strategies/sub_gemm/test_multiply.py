@@ -204,3 +204,18 @@ def test_without_kept_weights_each_micro_batch_is_sent_them_again(keeps: bool) -
         sent.append(sum(multiply.log.tally.down_bytes.values()))
     first, second = sent[0], sent[1] - sent[0]
     assert first - second == (made.b.values.nbytes if keeps else 0)
+
+
+def test_a_joiner_with_an_unknown_link_gets_tiles_beside_quick_ones() -> None:
+    """Whether it is met before the others were measured, or after."""
+    for is_first in (True, False):
+        devices = fleet(1e8, 1e8, 1e8, down=1e9, up=1e9)
+        devices[2].is_measured = False
+        desk, multiply = PlayedDesk(devices), multiplier()
+        if is_first:
+            devices[0].is_measured = devices[1].is_measured = False
+        for _ in range(2):
+            multiply.begin_step(desk)
+            multiply(whole_numbers(256, 64, 192))
+            devices[0].is_measured = devices[1].is_measured = True
+        assert multiply.log.tally.up_bytes[devices[2].id] > 256 * 192 * 4 / 5

@@ -100,3 +100,32 @@ def test_drift_is_the_largest_change() -> None:
     assert times.drift(planned, ()) == math.inf
     times.observe(anna, tile(1.0, 0.5, 0.0), predicted_s=1.0, observed_s=0.5)
     assert times.drift(planned, (info,)) == pytest.approx(2**0.3 - 1)
+
+
+def unmeasured(name: str) -> WorkerInfo:
+    return WorkerInfo(id=WorkerId(name), profile=DeviceProfile(device="cpu", speeds=speeds))
+
+
+def test_a_link_that_is_not_known_is_as_the_fleets_whenever_the_others_are_measured() -> None:
+    """Not as a fixed guess, beside which a fleet on one machine is so quick that a joiner never gets a tile."""
+    times, joiner = TileTimes(), unmeasured("new")
+    guessed = times.device(joiner)
+    for name, rate in (("a", 1e9), ("b", 3e9), ("c", 2e9)):
+        link = LinkRates(up_bytes_per_s=rate, down_bytes_per_s=2 * rate, rtt_s=1e-4)
+        times.device(WorkerInfo(id=WorkerId(name), profile=replace(joiner.profile, link=link)))
+    found = times.device(joiner)
+    assert guessed.down_bytes_per_s == 6.25e6
+    assert (found.up_bytes_per_s, found.down_bytes_per_s, found.rtt_s) == (2e9, 4e9, 1e-4)
+    changed = LinkRates(up_bytes_per_s=5e9, down_bytes_per_s=1e10, rtt_s=1e-4)
+    times.device(WorkerInfo(id=WorkerId("a"), profile=replace(joiner.profile, link=changed)))
+    assert times.device(joiner).up_bytes_per_s == 3e9
+
+
+def test_what_a_joiners_own_tiles_have_shown_is_not_given_up_for_what_others_have() -> None:
+    times, joiner = TileTimes(), unmeasured("new")
+    times.device(joiner)
+    for _ in range(6):
+        times.observe(joiner.id, tile(1.0, 0.0, 0.0), predicted_s=1.0, observed_s=2.0)
+    shown = times.device(joiner)
+    times.device(info)
+    assert times.device(joiner) == shown and shown.down_bytes_per_s == pytest.approx(6.25e6 / 2**1.8)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from potluck.planner.cost import DeviceCost, OpCost, correction, device_cost, starting_cost
@@ -20,7 +21,7 @@ from potluck.planner.tiles.device import TileDevice, tile_device
 from potluck.strategies.fleet import WorkerInfo
 from potluck.strategies.sub_gemm.assembly import Box
 from potluck.types.ids import WorkerId
-from potluck.types.profile import DeviceProfile
+from potluck.types.profile import DeviceProfile, LinkRates
 
 few_samples = 6
 least_share, spread_factor = 0.25, 4.0
@@ -82,13 +83,16 @@ class TileTimes:
         self._profiles: dict[WorkerId, DeviceProfile] = {}
         self._plain: dict[WorkerId, TileDevice] = {}  # as measured
         self._records: dict[WorkerId, _Record] = {}
+        self._known: dict[str, list[float]] = {f.name: [] for f in fields(LinkRates)}  # of all links, sorted
+        self._stand_ins: dict[WorkerId, dict[str, float]] = {}  # of what is not known of a link
         self._silences: dict[WorkerId, tuple[float, float]] = {}  # until when, and how long the last one was
 
     def device(self, worker: WorkerInfo) -> TileDevice:
         """The device as it is planned with: what it reported, else what the nearest one did, corrected."""
-        if self._profiles.get(worker.id) != worker.profile:
+        record = self._records.get(worker.id)
+        if self._profiles.get(worker.id) != worker.profile or self._should_take_usual(worker.id, record):
             self._meet(worker)
-        plain, record = self._plain[worker.id], self._records.get(worker.id)
+        plain = self._plain[worker.id]
         if record is None:
             return plain
         return replace(
@@ -104,6 +108,8 @@ class TileTimes:
         if cost is None:
             known = [p for id, p in self._profiles.items() if id != worker.id]
             cost = starting_cost(worker.profile, known, self._precision) or _unmeasured
+        self._note_link(self._profiles.get(worker.id), worker.profile)
+        self._profiles[worker.id] = worker.profile
         profile = self._with_usual_link(worker)
         now = tile_device(worker.id, profile, cost, num_in_flight=self._num_in_flight)
         before, record = self._plain.get(worker.id), self._records.get(worker.id)
@@ -120,16 +126,34 @@ class TileTimes:
                 now = replace(now, s_per_flop=before.s_per_flop, s_per_tile=before.s_per_tile)
             else:
                 record.work = 1.0
-        self._profiles[worker.id], self._plain[worker.id] = worker.profile, now
+        self._plain[worker.id] = now
+
+    def _note_link(self, before: DeviceProfile | None, now: DeviceProfile) -> None:
+        for name, rates in self._known.items():
+            if before is not None and (rate := getattr(before.link, name)):
+                del rates[bisect_left(rates, rate)]
+            if rate := getattr(now.link, name):
+                insort(rates, rate)
+
+    def _usual(self, link: LinkRates) -> dict[str, float]:
+        """The fleet's median of what is not known of a link."""
+        return {
+            name: rates[len(rates) // 2] for name, rates in self._known.items() if rates and not getattr(link, name)
+        }
 
     def _with_usual_link(self, worker: WorkerInfo) -> DeviceProfile:
-        """Where nothing is known of its link, the others' median: it is to get work, and so be measured."""
-        usual: dict[str, float] = {}
-        for name, rate in asdict(worker.profile.link).items():
-            known = [v for id, p in self._profiles.items() if id != worker.id and (v := getattr(p.link, name))]
-            if not rate and known:
-                usual[name] = statistics.median(known)
-        return replace(worker.profile, link=replace(worker.profile.link, **usual))
+        """Where nothing is known of its link, the fleet's median: it is to get work, and so be measured."""
+        usual = self._stand_ins[worker.id] = self._usual(worker.profile.link)
+        return replace(worker.profile, link=replace(worker.profile.link, **usual)) if usual else worker.profile
+
+    def _should_take_usual(self, worker: WorkerId, record: _Record | None) -> bool:
+        """Others were measured since it was met, and its own tiles have not shown enough yet."""
+        if record is not None and len(record.ratios) >= few_samples:
+            return False
+        taken = self._stand_ins[worker]
+        return any(
+            not _is_close(taken.get(n, 0.0), rate) for n, rate in self._usual(self._profiles[worker].link).items()
+        )
 
     def observe(self, worker: WorkerId, tile: Stages, *, predicted_s: float, observed_s: float) -> None:
         """A tile of these stages came back after so long. What is no positive time changes nothing."""
