@@ -4,27 +4,33 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from potluck.clock import InlineExecutor, SystemClock
+from potluck.clock import InlineExecutor, SystemClock, VirtualClock, run_virtual
 from potluck.codecs.bundle import pack_tensors, unpack_tensors
 from potluck.contract import checks
+from potluck.fleet.config import FleetConfig
+from potluck.fleet.roster import Roster
+from potluck.fleet.spread import Flight, Play, Spreader
 from potluck.optim.inner import InnerConfig
 from potluck.planner.link import LinkMeter
 from potluck.protocol.frames import pack_data, unpack_data
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
+from potluck.strategies.bag import Piece
 from potluck.strategies.sub_gemm.strategy import SubGEMM, SubGEMMConfig
-from potluck.transport.pieces import PieceReply, PieceRequest, piece_frames
+from potluck.transport.pieces import PieceReply, PieceRequest, piece_frames, resting_frame
 from potluck.types.errors import CorruptError, NotFinite, Refused, RoundFailed, RunStopped
 from potluck.types.ids import WorkerId
+from potluck.types.profile import DeviceProfile
 from potluck.worker.pieces import Pieces
 
 Frames = Iterable[bytes]
@@ -148,6 +154,85 @@ def test_a_hostile_device_costs_nobody_else(name: str, plain: list[float], monke
     assert got.round_losses == pytest.approx(plain, abs=1e-5)
 
 
+Send = Callable[[bytes], Awaitable[None]]
+
+
+async def toggles(pieces: Pieces, to: Send) -> None:
+    while True:
+        await to(resting_frame(True))
+        await to(resting_frame(False))
+        await asyncio.sleep(0.01)
+
+
+async def answers(pieces: Pieces, to: Send, frames: Callable[[PieceReply], Frames], pause_s: float = 0.0) -> None:
+    while True:
+        pieces._to_send.clear()
+        while pieces._replies:
+            for frame in frames(pieces._replies.popleft()):
+                await to(frame)
+                await asyncio.sleep(pause_s)
+            pieces._changed.set()
+        await pieces._to_send.wait()
+
+
+async def declines(pieces: Pieces, to: Send) -> None:
+    await answers(pieces, to, lambda reply: piece_frames(PieceReply(id=reply.id, error="no", declined=True)))
+
+
+async def keeps_back(pieces: Pieces, to: Send) -> None:
+    turns = itertools.cycle((True, True, True, False))
+    await answers(pieces, to, lambda reply: piece_frames(reply) if next(turns) else ())
+
+
+async def drips(pieces: Pieces, to: Send) -> None:
+    def frames(reply: PieceReply) -> Frames:
+        head = reply.head()
+        for offset in range(len(reply.bundle)):
+            byte = bytes(reply.bundle[offset : offset + 1])
+            yield pack_data({"piece": reply.id, "offset": offset, "total": len(reply.bundle), **head}, byte)
+            head = {}
+
+    await answers(pieces, to, frames, pause_s=0.1)
+
+
+def rounds_with(
+    attack: Callable[[Pieces, Send], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[float, list[str]]:
+    """Seconds of the third round and on where the first device does that, and what people were told."""
+    send, seen = Pieces.send, list[Pieces]()
+
+    async def evil(pieces: Pieces, to: Send) -> None:
+        seen.append(pieces)
+        await (attack if pieces is seen[0] else send)(pieces, to)
+
+    monkeypatch.setattr(Pieces, "send", evil)
+    config = SubGEMMConfig(head_computes=False, least_side=4)
+    got = checks.run(Problem(num_rounds=5, validate=False), lambda: SubGEMM(config), num_workers=3, min_workers=2)
+    ends = [at for at, text in got.trace if text.startswith("round ")]
+    assert got.state.round == 5
+    return ends[-1] - ends[1], [text for _, text in got.trace]
+
+
+@pytest.fixture(scope="module")
+def plain_s() -> float:
+    with pytest.MonkeyPatch.context() as nothing:
+        return rounds_with(Pieces.send, nothing)[0]
+
+
+@pytest.mark.parametrize("attack", [toggles, declines, keeps_back])
+def test_who_takes_pieces_and_gives_none_costs_ever_less(
+    attack: Callable[[Pieces, Send], Awaitable[None]], plain_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took_s, told = rounds_with(attack, monkeypatch)
+    assert took_s < 1.25 * plain_s
+    assert any("gets no piece for" in text or "gets none for" in text for text in told)
+
+
+def test_a_drip_of_bytes_ends_who_sends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refused, match="no more than 1 bytes"):
+        rounds_with(drips, monkeypatch)
+
+
 async def rounds(world: World, number: int) -> None:
     while sum(event.kind == "round" for event in world.events) < number:
         await world.clock.sleep(0.01)
@@ -173,9 +258,49 @@ def test_the_only_device_rests(rest_s: float) -> None:
 
     got = run(num_workers=1, min_workers=1, disturb=disturb)
     assert got.state.round == 2
-    assert phases == ["waiting for a device that can take a piece"]
+    assert phases == ["waiting for a device that can take a piece; w1 rests"]
     assert not any("discarded" in text for _, text in got.trace)
     assert sum("waiting for a device" in text for _, text in got.trace) == 1
+
+
+def whole(**others: Any) -> dict[str, Any]:
+    return {"piece": 1, "offset": 0, "total": 0, **others}
+
+
+malformed: dict[str, dict[str, Any]] = {
+    "nothing": {}, "no-offset": {"piece": 1, "total": 0}, "list-for-number": {**whole(), "piece": [1]},
+    "text-for-total": {**whole(), "total": "8"}, "negative": {**whole(), "offset": -1, "total": -1},
+    "neither": whole(), "missing-nothing": whole(missing=[]), "missing-lists": whole(missing=[[1]]),
+    "error-list": whole(error=["no"], declined=False), "declined-text": whole(error="no", declined="yes"),
+    "seconds-text": {**whole(seconds="1", down=[0, 0.0]), "total": 64},
+    "seconds-huge": {**whole(seconds=10**400, down=[0, 0.0]), "total": 64},
+    "down-short": {**whole(seconds=1, down=[0]), "total": 64},
+    "down-infinite": {**whole(seconds=1, down=[0, math.inf]), "total": 64},
+    "too-large": {**whole(seconds=1, down=[0, 0.0]), "total": 1 << 40},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(malformed))
+def test_a_malformed_reply_is_one_kind_of_error_and_counts_against_its_worker(name: str) -> None:
+    head = malformed[name]
+    data = memoryview(bytes(64)) if head.get("total") == 64 else memoryview(b"")
+    clock, roster, told = VirtualClock(), Roster(FleetConfig()), list[str]()
+    spreader = Spreader(roster, clock, InlineExecutor())
+    spreader.refused = lambda _, reason: told.append(reason)
+
+    async def script() -> None:
+        member = roster.arrive(WorkerId("w1"), DeviceProfile(device="cpu"), clock.now())
+        for number in range(1, 4):  # as often as it comes back
+            with spreader.stream(member) as lane:
+                play = Play(cast(Any, None), "1")
+                lane.flights[1] = Flight(1, Piece(task="x", operands={}), play, lane)
+                with pytest.raises(Refused):
+                    await spreader.read(lane, spreader.joiner(lane), head, data)
+            assert member.strikes == number
+        assert "3 refused results in a row" in member.quarantined
+
+    run_virtual(script())
+    assert len(told) == 3 and all(text.startswith("w1 sent what cannot be read: ") for text in told)
 
 
 # A coordinator against a device of 1 MB

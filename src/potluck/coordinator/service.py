@@ -262,7 +262,7 @@ class CoordinatorService:
                 name, bundle = done
                 tensors = await self.run.lanes.transfers.run(unpack_tensors, bundle, MAX_INLINE_BYTES)
             except CorruptError as error:
-                raise Refused(str(error)) from error
+                raise self.run.fleet.spreader.malformed(lane, error) from error
             lease = self.run.fleet.book.open.get(name)
             if lease is not None and lease.worker == member.id:
                 self.run.intake.inline[(member.id, name)] = tensors

@@ -67,6 +67,12 @@ class HeadDesk:
     def now(self) -> float:
         return self.clock.now()
 
+    def blame(self, worker: WorkerId, reason: str) -> None:
+        self.ask(self._blame(worker, reason))
+
+    async def _blame(self, worker: WorkerId, reason: str) -> None:
+        self.spreader.refused(worker, reason)
+
     def spread(self, bag: Bag) -> None:
         self.ask(self.spreader.spread(bag, scope=self.scope))
 

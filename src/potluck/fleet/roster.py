@@ -11,6 +11,7 @@ from typing import Any
 from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb
 from potluck.strategies.fleet import WorkerInfo
+from potluck.types.back_off import BackOff
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile
 
@@ -48,6 +49,7 @@ class Member:
     data_changed: asyncio.Event = field(default_factory=asyncio.Event)  # new operands to send it
     connection: int = 0  # which of its connections is the current one
     is_vouched_for: bool = False  # its network would know if it fell silent: while connected it counts as heard
+    turned_down: BackOff = field(default_factory=BackOff)  # pieces that it was given and did not want
     note: str = ""
     noted_at: float = -math.inf
 

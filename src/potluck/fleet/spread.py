@@ -46,8 +46,11 @@ max_reply_bytes = 1 << 31
 least_heard_bytes, most_bytes_per_s = 1 << 16, 1e11
 """Fewer tell more of the noise than of the link."""
 MAX_ERROR_LENGTH = 300
+MAX_REASONS = 3
 good_in_a_row = 256
 """Replies that make up for a fault."""
+least_rest_s = 0.05
+"""Between two changes of a worker's mind that are heard."""
 
 
 def most_reply_bytes(piece: Piece) -> int:
@@ -79,6 +82,7 @@ class Lane:
     kept: set[str] = field(default_factory=set[str])  # in `scope`: names of another one are not asked for again
     scope: str = ""
     resting: bool = False
+    rests_since: float = -math.inf  # or rested no more
     num_good: int = 0  # replies since one was refused
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -110,6 +114,7 @@ class Spreader:
         self.meters: dict[WorkerId, LinkMeter] = {}
         self.waits: Callable[[str], None] = lambda _text: None  # hears what is waited for, and "" when that is over
         self._cached: tuple[WorkerInfo, ...] | None = None  # who is here, until somebody comes, goes or changes
+        self._cached_until = math.inf  # or is no longer left alone
         self.refused: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of faults of a worker
 
     # What a strategy asks
@@ -173,7 +178,8 @@ class Spreader:
     def _look_at(self, play: Play) -> float:
         """When a worker that has a piece may have fallen silent, or the bag wants to be asked."""
         members = {flight.lane.member.id: flight.lane.member for flight in play.flights}
-        return min([play.bag.look_at(), *(heard_until(m, self._roster.config) for m in members.values())])
+        silent = (heard_until(m, self._roster.config) for m in members.values())
+        return min([self._cached_until, play.bag.look_at(), *silent])
 
     async def _pause(self, play: Play, until: float) -> None:
         """Until something happens, or that time."""
@@ -202,7 +208,9 @@ class Spreader:
         self.waits("")
 
     def _waits_for_somebody(self) -> Hope:
-        self.waits("waiting for a device that can take a piece")
+        now = self._clock.now()
+        why_not = [why for lane in self._streams.values() if (why := self._why_not(lane, now))]
+        self.waits("; ".join(["waiting for a device that can take a piece", *why_not[:MAX_REASONS]]))
         return Hope(self._roster, self._clock)
 
     def looked(self) -> tuple[WorkerInfo, ...]:
@@ -212,14 +220,16 @@ class Spreader:
 
     def here(self) -> tuple[WorkerInfo, ...]:
         """Who could do a piece at this moment."""
-        if self._cached is not None:
-            return self._cached
         now = self._clock.now()
+        if self._cached is not None and now < self._cached_until:
+            return self._cached
         self._cached = tuple(
             self._measured(info)
             for info in self._roster.here(now)
-            if (lane := self._streams.get(info.id)) is not None and not self._why_lost(lane, now)
+            if (lane := self._streams.get(info.id)) is not None and not self._why_not(lane, now)
         )
+        left_alone = (lane.member.turned_down.until for lane in self._streams.values())
+        self._cached_until = min((until for until in left_alone if until > now), default=math.inf)
         return self._cached
 
     def _measured(self, info: WorkerInfo) -> WorkerInfo:
@@ -229,6 +239,13 @@ class Spreader:
             return info
         known = {name: value for name, value in asdict(meter.rates).items() if value}
         return replace(info, profile=replace(info.profile, link=replace(info.profile.link, **known)))
+
+    def _why_not(self, lane: Lane, now: float) -> str:
+        """Why a worker is given no piece, "" where it is."""
+        if not lane.member.turned_down.is_over(now):
+            left_s = lane.member.turned_down.until - now
+            return f"{lane.member.id} has turned down too many and is left alone for {left_s:.0f} s more"
+        return self._why_lost(lane, now)
 
     def _why_lost(self, lane: Lane, now: float) -> str:
         member = lane.member
@@ -332,19 +349,49 @@ class Spreader:
 
     async def read(self, lane: Lane, joiner: PieceJoiner, head: Mapping[str, Any], data: memoryview) -> None:
         """Take one frame of the stream in. Refused if it is nonsense."""
+        if "resting" in head:
+            await self._rest(lane, head["resting"] is True)
+            return
         try:
-            if "resting" in head:
-                lane.resting = head["resting"] is True
-                self._wake_all()
-                return
             if (done := joiner.add(head, data)) is None:
                 return
             reply = PieceReply.read(done)
         except CorruptError as error:
-            raise Refused(str(error)) from error
+            raise self.malformed(lane, error) from error
         flight = lane.flights.get(reply.id)
         if flight is not None:
             await self._judge(lane, flight, reply)
+
+    def malformed(self, lane: Lane, error: CorruptError) -> Refused:
+        """What came on its stream cannot be read: a fault of the worker as a wrong result is, and its stream ends."""
+        self._blame(lane.member, str(error), f"{lane.member.id} sent what cannot be read: {error}")
+        return Refused(str(error))
+
+    def _blame(self, member: Member, error: str, reason: str) -> None:
+        self._roster.refused(member, error, self._clock.now())
+        self.refused(member.id, reason)
+
+    async def _rest(self, lane: Lane, resting: bool) -> None:
+        """Its owner needs it, or no longer. Whoever says so all the time is left alone for longer than that."""
+        now = self._clock.now()
+        if resting == lane.resting:
+            return
+        if (early_s := lane.rests_since + least_rest_s - now) > 0:
+            await self._clock.sleep(early_s)
+        lane.resting, lane.rests_since = resting, self._clock.now()
+        if resting and lane.member.turned_down.is_over(now):
+            self._turned_down(lane.member, "rested", now)
+            self._wake_all()
+        elif lane.member.turned_down.is_over(now):
+            self._wake_all()
+
+    def _turned_down(self, member: Member, what: str, now: float) -> None:
+        if length_s := member.turned_down.fault(now):
+            self._cached = None
+            times = member.turned_down.num_faults
+            self.refused(
+                member.id, f"{member.id} {what} once more ({times} times) and gets no piece for {length_s:.0f} s"
+            )
 
     async def _judge(self, lane: Lane, flight: Flight, reply: PieceReply) -> None:
         member, play, now = lane.member, flight.play, self._clock.now()
@@ -358,10 +405,12 @@ class Spreader:
             why = printable(reply.error, MAX_ERROR_LENGTH) or "it keeps nothing of what it is sent"
             reason = f"{member.id} could not do {flight.piece.task}: {why}"
             self._over(flight)
-            self._lose(flight, reason, now)
             if not reply.declined:
                 self._roster.failed(member, why, now)
                 self.refused(member.id, reason)
+            elif not lane.resting:
+                self._turned_down(member, "declined a piece", now)
+            self._lose(flight, reason, now)
             return
         try:
             await self._transfers.run(_take, flight, reply, member.id, now)
@@ -370,12 +419,12 @@ class Spreader:
             self._over(flight)
             self._lose(flight, reason, now)
             lane.num_good = 0
-            self._roster.refused(member, str(error), now)
-            self.refused(member.id, reason)
+            self._blame(member, str(error), reason)
             return
         except Exception as error:
             play.error = error
         member.failing = False
+        member.turned_down.good()
         lane.num_good += 1
         if lane.num_good % good_in_a_row == 0:
             self._roster.succeeded(member)

@@ -126,6 +126,10 @@ class Head(Protocol):
         """Seconds on the fleet's clock."""
         ...
 
+    def blame(self, worker: WorkerId, reason: str) -> None:
+        """Tell people what a worker costs the others; nothing follows from it."""
+        ...
+
     def spread(self, bag: Bag) -> None:
         """Hand out a bag of pieces, and stand still until it is done. RoundFailed where the bag raises it."""
         ...

@@ -24,6 +24,8 @@ from potluck.types.errors import CorruptError
 
 FRAME_BYTES = 1 << 17
 """So small that a piece of a few hundred kB tells how fast the link is."""
+LEAST_FRAME_BYTES = 1 << 14
+"""Of a frame that is not the last of its piece: each costs whoever reads it the same."""
 MAX_PARTIAL = 4
 """Pieces of one stream that may be here in part."""
 MAX_OPERANDS = 16
@@ -198,8 +200,10 @@ class PieceJoiner:
             )
         if len(self._open) > MAX_PARTIAL:
             raise CorruptError(f"more than {MAX_PARTIAL} pieces are here in part")
-        if not len(data) and total:
-            raise CorruptError(f"a frame of piece {id} at offset {offset} of {total} is empty")
+        if len(data) < min(LEAST_FRAME_BYTES, total - offset):
+            raise CorruptError(
+                f"a frame of piece {id} at offset {offset} of {total} has no more than {len(data)} bytes"
+            )
         part.data += data
         if len(part.data) < total:
             return None

@@ -23,6 +23,7 @@ class PlayedDesk:
     devices: Sequence[Played]
     at: float = 0.0
     bags: list[Bag] = field(default_factory=list[Bag])
+    blamed: list[str] = field(default_factory=list[str])
 
     def workers(self) -> Sequence[WorkerInfo]:
         return tuple(d.info for d in self.devices if d.is_here(self.at))
@@ -32,6 +33,9 @@ class PlayedDesk:
 
     def now(self) -> float:
         return self.at
+
+    def blame(self, worker: WorkerId, reason: str) -> None:
+        self.blamed.append(reason)
 
     def new_step(self, multiply: SpreadMultiplier) -> None:
         for d in self.devices:

@@ -409,6 +409,9 @@ class PlainHead:
     def now(self) -> float:
         return 0.0
 
+    def blame(self, worker: WorkerId, reason: str) -> None:
+        pass
+
     def spread(self, bag: Bag) -> None:
         raise AssertionError("nobody is here to take a piece")
 

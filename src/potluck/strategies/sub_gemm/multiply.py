@@ -60,6 +60,8 @@ class Desk(Protocol):
 
     def spread(self, bag: Bag) -> None: ...
 
+    def blame(self, worker: WorkerId, reason: str) -> None: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpreadConfig:
@@ -177,6 +179,8 @@ class SpreadMultiplier:
             kind.native_s += self._desk.now() - spread_at  # what was left to the head
         finally:
             self.log.tally.add(bag.tally)
+            while self.times.news:
+                self._desk.blame(*self.times.news.pop(0))
         # Of devices that all vary the slowest is slower than the mean one, and that is no device's fault.
         predicted_s = self._calibration.predict_s(_fleet, product.kind, max(bag.predicted_s, 0.0))
         observed_s = bag.ended_at - bag.began_at

@@ -94,6 +94,7 @@ class TileBag:
         self._weigh_below = math.inf  # an open volume at which the head is to be weighed against the devices
         self._order = count()
         self._due: list[tuple[float, int, Flight]] = []
+        self._alone: list[tuple[float, int, Lane]] = []  # and until when
         self._ends: list[tuple[float, int, Flight]] = []  # the latest first
         self._backlogs: list[tuple[float, int, Lane]] = []  # the longest first
 
@@ -112,6 +113,7 @@ class TileBag:
         with self._lock:
             is_first = self._meet(tuple(here), now)
             self._look_for_late(now)
+            self._look_at_alone(now)
             self._settle()
             sent = self._hand_out(now)
             if is_first:
@@ -131,7 +133,7 @@ class TileBag:
         with self._lock:
             while self._due and not self._is_live(self._due[0][2]):
                 heapq.heappop(self._due)
-            return self._due[0][0] if self._due else math.inf
+            return min(self._due[0][0] if self._due else math.inf, self._alone[0][0] if self._alone else math.inf)
 
     def is_wanted(self, piece: Piece) -> bool:
         with self._lock:
@@ -144,8 +146,10 @@ class TileBag:
             flight = self._flights.get(piece)
             lane = self._lanes.get(worker)
             if lane is not None:
-                lane.is_late = False
-                self._times.answered(worker)
+                self._times.answered(worker, in_time=flight is not None and not flight.is_late)
+                lane.is_late = self._times.is_silent(worker, now)
+                if lane.is_late:
+                    self._leave_alone(lane)
                 self._awake[lane] = None
             if flight is None or flight.lane is not lane:
                 self.tally.num_ignored += 1
@@ -211,6 +215,8 @@ class TileBag:
                 elif lane.is_here:
                     continue
                 lane.is_here, lane.is_late = True, self._times.is_silent(worker.id, now)
+                if lane.is_late:
+                    self._leave_alone(lane)
                 self._awake[lane] = None
             self._here = here
         if not self._planned:
@@ -247,13 +253,28 @@ class TileBag:
                 continue
             heapq.heappush(self._due, (now + waited_s, next(self._order), flight))
             if not flight.is_late:
+                if not lane.is_late:  # those behind it are late for the same reason
+                    self._times.fell_silent(lane.id, waited_s, now)
                 flight.is_late = lane.is_late = True
                 lane.num_late += 1
                 self.tally.num_late += 1
-                self._times.fell_silent(lane.id, waited_s, now)
                 self._take_back(lane)
             if flight.tile.is_leaf and flight.tile.num_places == 1:
                 self._orphans.append(flight.tile)
+
+    def _leave_alone(self, lane: Lane) -> None:
+        heapq.heappush(self._alone, (self._times.silent_until(lane.id), next(self._order), lane))
+
+    def _look_at_alone(self, now: float) -> None:
+        """Whoever has answered since, and has been left alone for long enough, is of use again."""
+        while self._alone and self._alone[0][0] <= now:
+            lane = heapq.heappop(self._alone)[2]
+            if not lane.is_late or any(flight.is_late for flight in lane.flying):
+                continue
+            lane.is_late = self._times.is_silent(lane.id, now)
+            if lane.is_late:
+                self._leave_alone(lane)
+            self._awake[lane] = None
 
     def _settle(self) -> None:
         """What becomes of the tiles that came back without a result."""

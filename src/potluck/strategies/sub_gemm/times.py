@@ -20,6 +20,7 @@ from potluck.planner.cost import DeviceCost, OpCost, correction, device_cost, st
 from potluck.planner.tiles.device import TileDevice, tile_device
 from potluck.strategies.fleet import WorkerInfo
 from potluck.strategies.sub_gemm.assembly import Box
+from potluck.types.back_off import BackOff
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile, LinkRates
 
@@ -86,6 +87,8 @@ class TileTimes:
         self._known: dict[str, list[float]] = {f.name: [] for f in fields(LinkRates)}  # of all links, sorted
         self._stand_ins: dict[WorkerId, dict[str, float]] = {}  # of what is not known of a link
         self._silences: dict[WorkerId, tuple[float, float]] = {}  # until when, and how long the last one was
+        self._lateness: dict[WorkerId, BackOff] = {}  # which an answer does not make up for
+        self.news: list[tuple[WorkerId, str]] = []  # for people: who is left alone for being late again and again
 
     def device(self, worker: WorkerInfo) -> TileDevice:
         """The device as it is planned with: what it reported, else what the nearest one did, corrected."""
@@ -167,15 +170,26 @@ class TileTimes:
         record.ratios = (*record.ratios, observed_s / predicted_s)[-_window:]
 
     def fell_silent(self, worker: WorkerId, waited_s: float, now: float) -> None:
-        """A tile of it is late. Each time, without an answer in between, it is left alone for longer."""
-        length_s = max(waited_s, 2 * self._silences.get(worker, (0.0, 0.0))[1])
+        """A tile of it is late. Each time, without an answer in between, it is left alone for longer; after a few
+        times with answers in between too."""
+        length_s = min(max(waited_s, 2 * self._silences.get(worker, (0.0, 0.0))[1]), BackOff.longest_s)
         self._silences[worker] = (now + length_s, length_s)
+        lateness = self._lateness.setdefault(worker, BackOff(num_forgiven=3))
+        if length_s := lateness.fault(now, least_s=waited_s):
+            times = lateness.num_faults
+            self.news.append((worker, f"{worker} kept tiles back {times} times and gets none for {length_s:.3g} s"))
 
-    def answered(self, worker: WorkerId) -> None:
+    def answered(self, worker: WorkerId, *, in_time: bool = True) -> None:
         self._silences.pop(worker, None)
+        if in_time and (lateness := self._lateness.get(worker)) is not None:
+            lateness.good()
+
+    def silent_until(self, worker: WorkerId) -> float:
+        lateness = self._lateness.get(worker)
+        return max(self._silences.get(worker, (0.0, 0.0))[0], lateness.until if lateness is not None else 0.0)
 
     def is_silent(self, worker: WorkerId, now: float) -> bool:
-        return now < self._silences.get(worker, (0.0, 0.0))[0]
+        return now < self.silent_until(worker)
 
     def slack_share(self, worker: WorkerId) -> float:
         """Of a prediction: how much longer a tile may take before somebody else is given it too."""
