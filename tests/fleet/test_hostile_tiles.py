@@ -61,7 +61,7 @@ def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Attack:
     def attack(reply: PieceReply) -> Frames:
         if not reply.bundle:
             return piece_frames(reply)
-        c = unpack_tensors(reply.bundle)["c"]
+        c = unpack_tensors(bytes(reply.bundle))["c"]
         return piece_frames(replace(reply, bundle=pack_tensors({"c": change(c)})))
 
     return attack

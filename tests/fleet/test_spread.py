@@ -246,7 +246,7 @@ def test_a_shard_that_was_dropped_is_sent_again(tmp_path: Path) -> None:
             assert host.agent is not None
             assert host.agent.runner is not None
             assert host.agent.runner.pieces is not None
-            host.agent.runner.pieces.shards.clear()
+            host.agent.runner.pieces.room.clear()
 
     got = played(tmp_path, disturb, rounds=1)
     assert got.state.round == 1

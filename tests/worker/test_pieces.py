@@ -101,7 +101,7 @@ def test_kept_shards_make_room() -> None:
         for id in range(8):  # 8 shards of 256 kB within 1 MB
             await device.give(id, values(256), name=f"w{id}@1")
             await device.reply(id)
-            assert device.pieces.shards.num_bytes <= least_limit_bytes
+            assert device.pieces.room.shard_bytes <= least_limit_bytes
         await device.give(8, None, name="w0@1")
         assert (await device.reply(8)).missing == ("a",)
         await device.give(9, None, name="w7@1")
@@ -128,7 +128,7 @@ def test_the_stream_waits_while_there_is_no_room() -> None:
     async def script() -> None:
         for id in range(6):  # 6 of 300 kB within 1 MB
             await device.give(id, values(300))
-            assert device.pieces._num_bytes() <= least_limit_bytes  # pyright: ignore[reportPrivateUsage]
+            assert device.pieces.room.taken_bytes <= least_limit_bytes
         for id in range(6):
             await device.reply(id)
 

@@ -11,6 +11,7 @@ import contextlib
 import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +74,55 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> bytearray:
         if entry.numel:
             _view(packed, len(header.data), entry).copy_(tensor.detach())
     return packed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A tensor that is nowhere whole: `read(i, j)` gives its rows i to j, [j - i, *shape[1:]] of `dtype`."""
+
+    dtype: torch.dtype
+    shape: Shape  # one dimension at least
+    read: Callable[[int, int], Tensor]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Rows:
+        whole = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+        return Rows(dtype=tensor.dtype, shape=tuple(whole.shape), read=lambda i, j: whole[i:j])
+
+
+class Packing:
+    """The bundle that `pack_tensors` makes, without a copy of the tensors: slices of it are made when asked for."""
+
+    def __init__(self, tensors: Mapping[str, Rows]) -> None:
+        """TypeError for a dtype that bundles do not carry."""
+        named = [(name, _type_name(name, rows.dtype), rows.shape, RAW) for name, rows in tensors.items()]
+        self._header = make_header(named)
+        self._rows = list(tensors.values())
+
+    def __len__(self) -> int:
+        return self._header.total_bytes
+
+    def __bytes__(self) -> bytes:
+        return bytes(self[:])
+
+    def __getitem__(self, part: slice) -> bytearray:
+        """The bytes from `start` to `stop`."""
+        start, stop, _ = part.indices(len(self))
+        made = bytearray(max(stop - start, 0))
+        base = len(self._header.data)
+        head = self._header.data[start:stop]
+        made[: len(head)] = head
+        for entry, rows in zip(self._header.entries, self._rows, strict=True):
+            (offset, size), num_rows = entry.buffers[0], rows.shape[0]
+            low, high = max(start - base - offset, 0), min(stop - base - offset, size)
+            if low >= high:
+                continue
+            row_bytes = size // num_rows
+            first = low // row_bytes
+            read = _raw_bytes(rows.read(first, -(-high // row_bytes)))
+            skip, at = first * row_bytes, base + offset - start
+            np.frombuffer(made, np.uint8)[at + low : at + high] = read[low - skip : high - skip]
+        return made
 
 
 def write_flat(
@@ -166,10 +216,13 @@ class _Arena:
 
 
 def _raw_rows(tensors: Mapping[str, Tensor]) -> list[Row]:
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _type_names:
-            raise TypeError(f"tensor {name} is {tensor.dtype}; bundles carry {', '.join(item_bytes)}")
-    return [(name, _type_names[t.dtype], tuple(t.shape), RAW) for name, t in tensors.items()]
+    return [(name, _type_name(name, t.dtype), tuple(t.shape), RAW) for name, t in tensors.items()]
+
+
+def _type_name(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _type_names:
+        raise TypeError(f"tensor {name} is {dtype}; bundles carry {', '.join(item_bytes)}")
+    return _type_names[dtype]
 
 
 def _raw_bytes(tensor: Tensor) -> Bytes:

@@ -7,11 +7,12 @@ int8    a row x becomes round(x / s) with s = max |x| / 127
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from potluck.codecs.bundle import Rows
 from potluck.types.errors import InvalidUpdate, NotFinite
 
 least_scale = 2.0**-126
@@ -38,6 +39,20 @@ def encode(values: Tensor, wire: str) -> dict[str, Tensor]:
     return {"values": codes.contiguous(), "scales": scales}
 
 
+def encoded_rows(values: Tensor, wire: str) -> dict[str, Rows]:
+    """What `encode` gives, made row by row as it is read: no copy of the whole."""
+    shape = tuple(values.shape)
+
+    def part(name: str) -> Callable[[int, int], Tensor]:
+        return lambda i, j: encode(values[i:j], wire)[name]
+
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    found = {"values": Rows(dtype=types.get(wire, torch.int8), shape=shape, read=part("values"))}
+    if wire == "int8":
+        found["scales"] = Rows(dtype=torch.float32, shape=shape[:1], read=part("scales"))
+    return found
+
+
 def decode(sent: Mapping[str, Tensor], wire: str) -> Tensor:
     """The factor: fp32 [rows, columns], of bf16 in bf16. InvalidUpdate if `sent` cannot be what `encode` gives."""
     values, scales = sent.get("values"), sent.get("scales")
@@ -49,6 +64,11 @@ def decode(sent: Mapping[str, Tensor], wire: str) -> Tensor:
     if scales.dtype != torch.float32 or scales.shape != values.shape[:1]:
         raise InvalidUpdate(f"a factor came as {named_types(sent)}, and int8 has an fp32 scale for each row")
     return values.float().mul_(scales[:, None])
+
+
+def decoded_bytes(sent: Mapping[str, Tensor], wire: str) -> int:
+    """That `decode` makes, beside what was sent."""
+    return 4 * sum(x.numel() for x in sent.values()) if wire == "int8" else 0
 
 
 def sent_as(values: Tensor, wire: str) -> Tensor:

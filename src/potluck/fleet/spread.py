@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from potluck.clock import Clock, Executor
-from potluck.codecs.bundle import pack_tensors, unpack_tensors
-from potluck.codecs.factors import encode
+from potluck.codecs.bundle import Packing, tensors_in
+from potluck.codecs.factors import encoded_rows
 from potluck.fleet.roster import Member, Roster, heard_until, silence
 from potluck.fleet.waiting import Hope, a_little
 from potluck.fleet.watch import tick_s
@@ -33,7 +33,7 @@ from potluck.transport.pieces import (
     PieceJoiner,
     PieceReply,
     PieceRequest,
-    piece_frames,
+    frames_of,
     withdraw_frame,
 )
 from potluck.types.errors import CorruptError, InvalidUpdate, Refused
@@ -45,6 +45,8 @@ head_room_bytes = 1 << 16
 max_reply_bytes = 1 << 31
 least_heard_bytes, most_bytes_per_s = 1 << 16, 1e11
 """Fewer tell more of the noise than of the link."""
+packed_bytes = 1 << 20
+"""Of a request at a time: what is not sent yet is nowhere twice."""
 MAX_ERROR_LENGTH = 300
 MAX_REASONS = 3
 good_in_a_row = 256
@@ -320,12 +322,7 @@ class Spreader:
         kept = frozenset(key for key, name in names.items() if name and name in lane.kept and not flight.sends_all)
         flight.begun_at = self._clock.now()
         sent = {key: operand.values for key, operand in piece.operands.items() if key not in kept}
-        try:
-            bundle = await self._transfers.run(_pack, sent, piece.wire)
-        except Exception as error:  # of this machine's own numbers: no fault of the worker's
-            flight.play.error = error
-            flight.play.changed.set()
-            return
+        bundle = _packing(sent, piece.wire)
         flight.num_bytes = len(bundle)
         request = PieceRequest(
             id=flight.id,
@@ -333,13 +330,19 @@ class Spreader:
             arguments=piece.arguments,
             operands=names,
             kept=kept,
-            bundle=bundle,
             memory_bytes=piece.memory_bytes,
         )
-        for frame in piece_frames(request):
-            if lane.flights.get(flight.id) is not flight:
-                return  # withdrawn: the rest would only be in the way
-            await send(frame)
+        for start in range(0, max(len(bundle), 1), packed_bytes):
+            try:
+                part = await self._transfers.run(_part, bundle, start)
+            except Exception as error:  # of this machine's own numbers: no fault of the worker's
+                flight.play.error = error
+                flight.play.changed.set()
+                return
+            for frame in frames_of(request, part, start, len(bundle)):
+                if lane.flights.get(flight.id) is not flight:
+                    return  # withdrawn: the rest would only be in the way
+                await send(frame)
         flight.sent_at = self._clock.now()
         lane.kept.update(name for name in names.values() if name)
 
@@ -450,18 +453,20 @@ class Spreader:
         flight.play.flights.discard(flight)
 
 
-def _pack(tensors: Mapping[str, Tensor], wire: str) -> bytearray:
+def _part(bundle: Packing | bytes, start: int) -> bytes | bytearray:
+    return bundle[start : start + packed_bytes]
+
+
+def _packing(tensors: Mapping[str, Tensor], wire: str) -> Packing | bytes:
     """Each operand in the parts that its wire type has: "a/values", "a/scales"."""
-    if not tensors:
-        return bytearray()
-    return pack_tensors(
-        {f"{key}/{part}": x for key, value in tensors.items() for part, x in encode(value, wire).items()}
-    )
+    parts = {f"{key}/{part}": x for key, value in tensors.items() for part, x in encoded_rows(value, wire).items()}
+    return Packing(parts) if parts else b""
 
 
 def _take(flight: Flight, reply: PieceReply, worker: WorkerId, now: float) -> None:
+    assert isinstance(reply.bundle, bytearray), "as it was read"
     try:
-        tensors = unpack_tensors(reply.bundle, most_reply_bytes(flight.piece))  # it may have been withdrawn meanwhile
+        tensors = tensors_in(reply.bundle)
     except CorruptError:
         raise
     except Exception as error:

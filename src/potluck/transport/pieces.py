@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from potluck.codecs.bundle import Packing
 from potluck.protocol.frames import pack_data
 from potluck.types.errors import CorruptError
 
@@ -95,7 +96,7 @@ class PieceReply:
     error: str = ""
     declined: bool = False
     down: Arrival = field(default_factory=Arrival)
-    bundle: bytes | bytearray = b""
+    bundle: bytes | bytearray | Packing = b""  # its tensors, all of one memory as it was read
     arrival: Arrival = field(default_factory=Arrival)  # of the reply itself
 
     def head(self) -> dict[str, Any]:
@@ -125,11 +126,17 @@ class PieceReply:
 
 
 def piece_frames(message: PieceRequest | PieceReply) -> Iterator[bytes]:
-    data, first = memoryview(message.bundle), message.head()
-    for offset in range(0, max(len(data), 1), FRAME_BYTES):
-        head = {"piece": message.id, "offset": offset, "total": len(data), **first}
-        first = {}
-        yield pack_data(head, data[offset : offset + FRAME_BYTES])
+    bundle, total = message.bundle, len(message.bundle)
+    for offset in range(0, max(total, 1), FRAME_BYTES):
+        yield from frames_of(message, bundle[offset : offset + FRAME_BYTES], offset, total)
+
+
+def frames_of(message: PieceRequest | PieceReply, data: bytes | bytearray, start: int, total: int) -> Iterator[bytes]:
+    """Of the part `data` of its bundle, which begins at `start` of `total` bytes."""
+    view = memoryview(data)
+    for at in range(0, max(len(data), 1), FRAME_BYTES):
+        head = {"piece": message.id, "offset": start + at, "total": total}
+        yield pack_data(head if start + at else {**head, **message.head()}, view[at : at + FRAME_BYTES])
 
 
 def withdraw_frame(ids: list[int]) -> bytes:
@@ -163,8 +170,9 @@ class Joined:
 class _Part:
     head: Mapping[str, Any]
     began: float
-    num_first: int = 0
-    data: bytearray = field(default_factory=bytearray)
+    num_first: int
+    data: bytearray  # as long as the piece will be
+    num_bytes: int = 0  # that are here
 
 
 class PieceJoiner:
@@ -173,10 +181,6 @@ class PieceJoiner:
     def __init__(self, most_bytes: Callable[[int], int], now: Callable[[], float]) -> None:
         self._most_bytes, self._now = most_bytes, now
         self._open: dict[int, _Part] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(part.data) for part in self._open.values())
 
     def add(self, head: Mapping[str, Any], data: memoryview) -> Joined | None:
         """The piece once it is here whole. CorruptError on nonsense."""
@@ -192,9 +196,9 @@ class PieceJoiner:
         if total > most:
             raise CorruptError(f"piece {id} claims {total} bytes and {most} are allowed")
         if offset == 0:
-            self._open[id] = _Part(head, self._now(), len(data))
+            self._open[id] = _Part(head, self._now(), len(data), bytearray(total))
         part = self._open.get(id)
-        if part is None or offset != len(part.data) or offset + len(data) > total:
+        if part is None or offset != part.num_bytes or offset + len(data) > total or total != len(part.data):
             raise CorruptError(
                 f"a frame of piece {id} at offset {offset} of {total} does not continue what came before"
             )
@@ -204,8 +208,9 @@ class PieceJoiner:
             raise CorruptError(
                 f"a frame of piece {id} at offset {offset} of {total} has no more than {len(data)} bytes"
             )
-        part.data += data
-        if len(part.data) < total:
+        part.data[offset : offset + len(data)] = data
+        part.num_bytes += len(data)
+        if part.num_bytes < total:
             return None
         del self._open[id]
         return Joined(id, part.head, part.data, Arrival(total - part.num_first, max(self._now() - part.began, 0.0)))

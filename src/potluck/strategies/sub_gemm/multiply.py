@@ -40,7 +40,7 @@ from potluck.strategies.sub_gemm.times import TileTimes
 from potluck.types.errors import RoundFailed
 from potluck.types.ids import WorkerId
 
-wire_sizes = {"fp32": Sizes(down=4, up=4), "bf16": Sizes(down=2, up=2), "int8": Sizes(down=1, up=2)}
+wire_sizes = {"fp32": Sizes(down=4, up=4), "bf16": Sizes(down=2, up=2), "int8": Sizes(down=1, up=2, held=5)}
 drift_tolerance = 0.1
 """A plan is made anew at a step whose devices are faster or slower than it took them to be by more."""
 changed_share, changed_share_keeping = 0.02, 0.25

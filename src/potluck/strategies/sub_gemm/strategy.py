@@ -29,12 +29,11 @@ from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.sub_gemm.head import HeadConfig, HeadModel
 from potluck.strategies.sub_gemm.multiply import SpreadConfig, SpreadMultiplier
 from potluck.strategies.sub_gemm.tally import Tally
-from potluck.strategies.sub_gemm.tile import multiply
+from potluck.strategies.sub_gemm.tile import multiply, needed_bytes
 from potluck.strategies.sync_sgd import SyncSGDState, clip_scale, step
 from potluck.strategies.task import Result, task
 from potluck.types.errors import InvalidUpdate, NotFinite, RoundFailed
 from potluck.types.ids import WorkerId
-from potluck.types.params import type_bytes
 
 timed_side, num_timings = 384, 3
 """The head's speed at the start is that of a product of such matrices; products that it does correct it."""
@@ -65,9 +64,9 @@ class SubGEMMConfig(BaseModel):
 def tile(
     _: object, *, a: Tensor, b: Tensor, wire: str, is_a_transposed: bool, is_b_transposed: bool, most_bytes: int
 ) -> Result:
-    rows, cols = a.shape[1 if is_a_transposed else 0], b.shape[0 if is_b_transposed else 1]
-    if rows * cols * type_bytes > most_bytes:
-        raise InvalidUpdate(f"a result of {rows} x {cols} takes more than the {most_bytes:,} bytes that it was said to")
+    needed = needed_bytes(a, b, wire=wire, is_a_transposed=is_a_transposed, is_b_transposed=is_b_transposed)
+    if needed > most_bytes:
+        raise InvalidUpdate(f"a product takes {needed:,} bytes and was said to take no more than {most_bytes:,}")
     product = multiply(a, b, wire=wire, is_a_transposed=is_a_transposed, is_b_transposed=is_b_transposed)
     return Result({}, inline={"c": product})
 

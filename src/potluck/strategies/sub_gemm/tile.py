@@ -21,6 +21,8 @@ from potluck.types.errors import InvalidUpdate
 
 REPLY_TYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
 """The types that factors travel in, and what a product of such factors comes back as."""
+num_blocks = 16
+"""In which a product is made that is rounded in the end."""
 
 
 def multiply(
@@ -46,7 +48,26 @@ def multiply(
     with torch.no_grad(), _whole_precision():
         if wire == "bf16" and a.dtype == b.dtype == torch.bfloat16 and _rounds_once(a.device):
             return a @ b
-        return (a.float() @ b.float()).to(REPLY_TYPES[wire])
+        return a.float() @ b.float() if wire == "fp32" else _in_blocks(a, b, REPLY_TYPES[wire])
+
+
+def needed_bytes(a: Tensor, b: Tensor, *, wire: str, is_a_transposed: bool, is_b_transposed: bool) -> int:
+    """Of memory for `multiply`, factors and result included, but for some rows at a time."""
+    rows, cols = a.shape[1 if is_a_transposed else 0], b.shape[0 if is_b_transposed else 1]
+    copied = sum(4 * x.numel() for x in (a, b) if x.dtype != torch.float32)
+    if wire != "fp32" and copied:
+        copied = 4 * min(a.numel(), b.numel())
+    return a.nbytes + b.nbytes + copied + rows * cols * REPLY_TYPES.get(wire, torch.float32).itemsize
+
+
+def _in_blocks(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """A B, its sums in fp32. The smaller factor is copied to fp32 as a whole, the rest some rows at a time."""
+    if a.numel() < b.numel():
+        return _in_blocks(b.T, a.T, dtype).T
+    result, whole = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device), b.float()
+    for rows, part in zip(a.tensor_split(num_blocks), result.tensor_split(num_blocks), strict=True):
+        part.copy_(rows.float() @ whole)
+    return result
 
 
 _verdicts: dict[str, bool] = {}
