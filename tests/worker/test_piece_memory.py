@@ -75,7 +75,7 @@ def play(wire: str, num_in_flight: int) -> None:
 
     async def script() -> None:
         serving = [asyncio.ensure_future(c) for c in pieces.serve(sent)]
-        turns = {id: id for id in range(1, 25)}
+        turns = {id: id for id in range(1, 15)}
         waiting = list(turns)
         while waiting or len(replies) < len(turns):
             while waiting and sum(id not in replies for id in turns if id not in waiting) < num_in_flight:
@@ -133,7 +133,7 @@ def test_all_that_pieces_take_stays_within_the_limit() -> None:
     assert not done.returncode, done.stderr[-2000:]
     peaks = [int(line) for line in done.stdout.split()]
     assert len(peaks) == 3
-    assert LIMIT_BYTES / 3 < min(peaks) and max(peaks) <= LIMIT_BYTES + SLACK_BYTES, peaks
+    assert min(peaks) > LIMIT_BYTES / 3 and max(peaks) <= LIMIT_BYTES + SLACK_BYTES, peaks
 
 
 if __name__ == "__main__":

@@ -76,9 +76,10 @@ class Conversation(Generic[T]):
             while True:
                 await listen()
                 self.said.clear()
-                if self._question is None:
+                with self._turn:  # `stop` may close it from another thread
+                    question, self._question = self._question, None
+                if question is None:
                     break
-                question, self._question = self._question, None
                 try:
                     value, error = await question, None
                 except asyncio.CancelledError:

@@ -72,6 +72,7 @@ class Coordinator:
             run=facts, config=plan.fleet, roster=self.roster, ledger=ledger, objects=objects, params=params,
             publisher=kit.publisher(facts, params, objects, folder, lanes.compute),
             updates=kit.updates(facts, params, objects), data=deck, clock=clock, lanes=lanes,
+            secret=kit.secret,
         )  # fmt: skip
         self.fleet.lost = lambda worker, reason: self.tell("lost", reason, worker=worker, reason=reason)
         self.fleet.spreader.refused = self.fleet.lost

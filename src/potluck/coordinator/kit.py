@@ -1,7 +1,8 @@
-"""What a coordinator keeps values with: files here; in a large simulation, names and sizes only."""
+"""What a coordinator keeps values with, and its chance: files here; in a large simulation, names and sizes only."""
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 from potluck.clock import Executor
@@ -26,6 +27,10 @@ class Kit:
         self, run: RunFacts, params: ParamStore, objects: ObjectStore, folder: Path, executor: Executor
     ) -> Publisher:
         return Publisher(run, params, objects, folder, executor)
+
+    def secret(self) -> str:
+        """Chance that workers must not know."""
+        return secrets.token_hex(16)
 
     def updates(self, run: RunFacts, params: ParamStore, objects: ObjectStore) -> Updates:
         return Updates(run, params, objects)

@@ -48,9 +48,12 @@ class HeadDesk:
     params: ParamStore
     clock: Clock
     data: Iterator[Tensor]
+    secret: Callable[[], str]
 
     def batches(self) -> Iterator[Tensor]:
-        return self.data
+        for batch in self.data:
+            self.ask(_nothing())  # work that asks for nothing else ends here where it is not wanted any more
+            yield batch
 
     def vector(self, handle: Params) -> Vector:
         return Vector(handle.numel, lambda start, stop: self.params.read_slice(handle, start, stop))
@@ -88,6 +91,7 @@ class HeadWork:
     ledger: Ledger
     clock: Clock
     lanes: Lanes
+    secret: Callable[[], str]
 
     async def run(
         self, work: Callable[[Head], Result], attempt: Attempt, run: RunFacts, *, key: str, num_sequences: int,
@@ -101,7 +105,7 @@ class HeadWork:
         def perform(ask: Ask) -> HeadResult:
             desk = HeadDesk(
                 ask=ask, spreader=self.spreader, scope=f"{attempt.round}.{attempt.attempt}", params=self.params,
-                clock=self.clock, data=read_spans(spans, self.objects, run),
+                clock=self.clock, data=read_spans(spans, self.objects, run), secret=self.secret,
             )  # fmt: skip
             result = work(desk)
             handles = {what: self.params.create(name(what), vector) for what, vector in result.tensors.items()}
@@ -125,6 +129,10 @@ class HeadWork:
             deal = self.data.to_json()
             await self.lanes.ledger.run(self.ledger.issue, attempt.round, attempt.attempt, rows, deal)
         return list(pb.Lease.FromString(rows[-1].lease).spans)
+
+
+async def _nothing() -> None:
+    pass
 
 
 def credit(attempt: Attempt, key: str, num_tokens: Mapping[WorkerId, int]) -> None:

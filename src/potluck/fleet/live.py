@@ -62,6 +62,7 @@ class LiveFleet:
         data: DataPlane,
         clock: Clock,
         lanes: Lanes,
+        secret: Callable[[], str],
     ) -> None:
         self._run, self.config, self.roster, self.ledger = run, config, roster, ledger
         self.objects, self.params, self.data = objects, params, data
@@ -73,7 +74,14 @@ class LiveFleet:
         self.spreader = Spreader(roster, clock, lanes.transfers)
         self.spreader.waits = self._waits_for_devices
         self._head = HeadWork(
-            spreader=self.spreader, params=params, objects=objects, data=data, ledger=ledger, clock=clock, lanes=lanes
+            spreader=self.spreader,
+            params=params,
+            objects=objects,
+            data=data,
+            ledger=ledger,
+            clock=clock,
+            lanes=lanes,
+            secret=secret,
         )
         self.floating = Attempt(round=FLOATING)
         self._now = Attempt()

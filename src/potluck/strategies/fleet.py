@@ -126,6 +126,10 @@ class Head(Protocol):
         """Seconds on the fleet's clock."""
         ...
 
+    def secret(self) -> str:
+        """What nobody else can know; the same again only where the whole run is played from a seed."""
+        ...
+
     def blame(self, worker: WorkerId, reason: str) -> None:
         """Tell people what a worker costs the others; nothing follows from it."""
         ...

@@ -12,8 +12,8 @@ from strategies.sub_gemm.local import TiledMultiplier
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from potluck.clock.conversation import Stopped
 from potluck.models.build import build, layout_of
-from potluck.strategies.replica import TaskCancelled
 from potluck.strategies.sub_gemm.head import HeadConfig, HeadModel
 from potluck.strategies.sub_gemm.product import Product
 from potluck.types.errors import DataError, ModelError, NotFinite, RoundFailed
@@ -75,26 +75,24 @@ def test_evaluation_asks_nobody() -> None:
     assert loss.loss_sum == pytest.approx(plain_gradient(llama(), some_tokens())[1], rel=1e-6)
 
 
-def stopping(head: HeadModel, error: type[Exception], at: int) -> Callable[[Product], Tensor]:
-    """Ends the step at that product, by cancelling or by failing."""
+def stopping(error: type[BaseException], at: int) -> Callable[[Product], Tensor]:
+    """Ends the step at that product, because it is not wanted any more or fails."""
     multiplier = TiledMultiplier()
 
     def multiply(product: Product) -> Tensor:
         if len(multiplier.products) == at:
-            if error is not TaskCancelled:
-                raise error("no device is left")
-            head.cancel()
+            raise error("no device is left")
         return multiplier(product)
 
     return multiply
 
 
-@pytest.mark.parametrize("error", [TaskCancelled, RoundFailed])
+@pytest.mark.parametrize("error", [Stopped, RoundFailed])
 @pytest.mark.parametrize("at", [0, 14, 30, 60])  # forward and backward passes of either micro-batch
-def test_a_step_that_ends_early_leaves_nothing(error: type[Exception], at: int) -> None:
+def test_a_step_that_ends_early_leaves_nothing(error: type[BaseException], at: int) -> None:
     head, _ = head_of(llama())
     with pytest.raises(error):
-        head.gradient([some_tokens(3)], num_sequences=3, multiplier=stopping(head, error, at))
+        head.gradient([some_tokens(3)], num_sequences=3, multiplier=stopping(error, at))
     gradient, _ = head.gradient([some_tokens(3)], num_sequences=3, multiplier=TiledMultiplier())
     expected, _ = plain_gradient(llama(), some_tokens(3))
     assert float((gradient - expected).norm()) <= 1e-4 * float(expected.norm())

@@ -409,6 +409,9 @@ class PlainHead:
     def now(self) -> float:
         return 0.0
 
+    def secret(self) -> str:
+        return ""
+
     def blame(self, worker: WorkerId, reason: str) -> None:
         pass
 

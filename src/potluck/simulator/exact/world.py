@@ -19,6 +19,7 @@ from potluck.clock import Clock, Executor, Lanes
 from potluck.coordinator.core import Coordinator
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.events import Event
+from potluck.coordinator.kit import Kit
 from potluck.coordinator.loop import train
 from potluck.coordinator.plan import Plan
 from potluck.coordinator.service import CoordinatorService
@@ -54,6 +55,16 @@ class Host:
     task: asyncio.Task[None] | None = None
     agent: Agent | None = None
     notes: list[str] = field(default_factory=list[str])
+
+
+class SeededKit(Kit):
+    """The chance of a run that is played from its seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def secret(self) -> str:
+        return str(self._seed)
 
 
 class World:
@@ -126,6 +137,7 @@ class World:
         run = await Coordinator.open(
             self.plan, life.folder, deck=deck, objects=objects, clock=MachineClock(self, life.machine),
             lanes=Lanes.one(executor), on_event=lambda event: self._heard(life, event),
+            kit=SeededKit(self.plan.spec.seed),
         )  # fmt: skip
         self.run = self.last = run
         run.traffic = self.traffic

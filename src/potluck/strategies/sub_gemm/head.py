@@ -9,7 +9,6 @@ each, and the activations of one micro-batch; with `checkpointing` those of one 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +21,10 @@ from potluck.models.device import choose_precision
 from potluck.models.family import has_dropout
 from potluck.models.flat import FlatModel
 from potluck.models.loss import MAX_WHOLE_BYTES, TokenLoss
-from potluck.strategies.replica import Loss, TaskCancelled
+from potluck.strategies.replica import Loss
 from potluck.strategies.sub_gemm.attention import redirect_attention
 from potluck.strategies.sub_gemm.offload import Offload
-from potluck.strategies.sub_gemm.product import Multiplier, Product
+from potluck.strategies.sub_gemm.product import Multiplier
 from potluck.types.errors import DataError, NotFinite
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
@@ -46,7 +45,7 @@ class HeadConfig:
 
 
 class HeadModel:
-    """One thread builds and drives it; `cancel` may come from any other."""
+    """One thread builds and drives it."""
 
     def __init__(self, model_config: dict[str, Any], layout: Layout, config: HeadConfig) -> None:
         """ModelError if transformers cannot build the model, the layout is another's, or it has no linear layers."""
@@ -67,7 +66,6 @@ class HeadModel:
             head=self._offload.head(module.get_output_embeddings()),
         )
         self._has_dropout = has_dropout(model_config)
-        self._cancelled = threading.Event()
 
     @property
     def layout(self) -> Layout:
@@ -77,35 +75,28 @@ class HeadModel:
         """Set every parameter. theta: fp32 [layout.numel], on any device."""
         self._flat.load(theta)
 
-    def cancel(self) -> None:
-        """From any thread: the `gradient` that runs raises TaskCancelled before its next product."""
-        self._cancelled.set()
-
     def gradient(
         self, batches: Iterable[Tensor], *, num_sequences: int, multiplier: Multiplier, step: int = 0
     ) -> tuple[Tensor, Loss]:
         """The gradient of the *sum* of token losses over the next sequences, and the loss.
 
         Returns fp32 [layout.numel] on the CPU. batches: integer [any, seq_len + 1]. Chance (dropout) is a function of
-        the seed and `step`. DataError if the batches end too soon, NotFinite, TaskCancelled, and whatever `multiplier`
+        the seed and `step`. DataError if the batches end too soon, NotFinite, and whatever `multiplier`
         raises; then nothing of the step is left.
         """
-        self._cancelled.clear()
         tokens = self._taken(batches, num_sequences)
         self._loss.is_split(tokens[:1, :2])  # asked of the model here, not of devices in the first product
         summed = torch.zeros_like(self._flat.vector)
         for parameter, view in zip(self._flat.parameters, self._flat.views(summed), strict=True):
             parameter.grad = view
 
-        def multiply(product: Product) -> Tensor:
-            if self._cancelled.is_set():
-                raise TaskCancelled
-            return multiplier(product)
-
         loss_sum = 0.0
         try:
             for index, batch in enumerate(tokens.split(self._config.batch_size)):
-                with self._offload.multiplying(multiply, micro_batch=index), torch.random.fork_rng(self._rng_devices()):
+                with (
+                    self._offload.multiplying(multiplier, micro_batch=index),
+                    torch.random.fork_rng(self._rng_devices()),
+                ):
                     if self._has_dropout:
                         torch.manual_seed(hash((self._config.seed, step, index)) & (2**63 - 1))
                     loss = self._loss(batch, divisor=1)

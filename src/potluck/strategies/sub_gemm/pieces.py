@@ -21,6 +21,7 @@ from potluck.strategies.sub_gemm.lane import Need
 from potluck.strategies.sub_gemm.product import Matrix, Product
 from potluck.strategies.sub_gemm.times import Stages, stages
 from potluck.types.errors import InvalidUpdate
+from potluck.types.untrusted import printable
 
 TASK = "sub_gemm.tile"
 
@@ -115,7 +116,8 @@ class Pieces:
     def checked(self, piece: Piece, reply: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """The values of a reply. InvalidUpdate if they are not the product of the piece's operands."""
         if set(reply) != {"c"}:
-            raise InvalidUpdate(f"a tile came back as {sorted(reply)[:4]} and must be one tensor, c")
+            names = printable(", ".join(sorted(reply)[:4]), 100)
+            raise InvalidUpdate(f"a tile came back as {names} and must be one tensor, c")
         a, b = (self._terms.received(piece.operands[name].values) for name in ("a", "b"))
         self._terms.check(
             a.T if self._a.is_transposed else a, b.T if self._b.is_transposed else b, reply["c"], generator

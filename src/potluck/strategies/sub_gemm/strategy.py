@@ -9,9 +9,7 @@ for a tile. A round is one optimizer step; one that is not committed is done aga
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -35,6 +33,7 @@ from potluck.strategies.task import Result, task
 from potluck.types.errors import InvalidUpdate, NotFinite, RoundFailed
 from potluck.types.ids import WorkerId
 
+guessed_s_per_flop = 1e-10
 timed_side, num_timings = 384, 3
 """The head's speed at the start is that of a product of such matrices; products that it does correct it."""
 
@@ -88,7 +87,7 @@ class SubGEMM:  # the half that runs on the head
         num_sequences = run.inner.sequences_per_step
 
         def work(head: Head) -> Result:
-            model, multiplier = self._ready(run)
+            model, multiplier = self._model_of(run), self._multiplier_on(head, run)
             multiplier.begin_step(head)
             model.load(head.vector(state.params))
             gradient, loss = model.gradient(
@@ -101,7 +100,8 @@ class SubGEMM:  # the half that runs on the head
         except NotFinite as error:
             raise RoundFailed(str(error)) from error
         num_tokens, loss_sum = int(got.scalars["num_tokens"]), float(got.scalars["loss_sum"])
-        log = self._ready(run)[1].log
+        assert self._multiplier is not None
+        log = self._multiplier.log
         fleet.report(log.metrics())
         fleet.credit("step", shares(log.tally, num_tokens))
         gradient = got.handles["gradient"]
@@ -116,7 +116,7 @@ class SubGEMM:  # the half that runs on the head
         run = fleet.run
 
         def work(head: Head) -> Result:
-            model, _ = self._ready(run)
+            model = self._model_of(run)
             model.load(head.vector(state.params))
             losses = [model.evaluate(tokens) for tokens in head.batches()]
             return Result(
@@ -130,8 +130,8 @@ class SubGEMM:  # the half that runs on the head
         """No objects of the model's size move: devices are sent parts of products, inline."""
         return RoundBytes(up=0, down=0)
 
-    def _ready(self, run: RunFacts) -> tuple[HeadModel, SpreadMultiplier]:
-        if self._model is None or self._multiplier is None:
+    def _model_of(self, run: RunFacts) -> HeadModel:
+        if self._model is None:
             config = self.config
             self._model = HeadModel(
                 dict(run.model_config), run.layout,
@@ -140,12 +140,13 @@ class SubGEMM:  # the half that runs on the head
                     attention=config.attention, checkpointing=config.checkpointing, seed=run.seed,
                 ),
             )  # fmt: skip
-            self._multiplier = SpreadMultiplier(
-                spread_config(config, run.inner),
-                head=HeadMachine(s_per_flop=seconds_per_flop()) if config.head_computes else HeadMachine(),
-                secret=secrets.token_hex(16),
-            )  # fmt: skip
-        return self._model, self._multiplier
+        return self._model
+
+    def _multiplier_on(self, head: Head, run: RunFacts) -> SpreadMultiplier:
+        if self._multiplier is None:
+            able = HeadMachine(s_per_flop=seconds_per_flop(head.now)) if self.config.head_computes else HeadMachine()
+            self._multiplier = SpreadMultiplier(spread_config(self.config, run.inner), head=able, secret=head.secret())
+        return self._multiplier
 
 
 def spread_config(config: SubGEMMConfig, inner: InnerConfig) -> SpreadConfig:
@@ -160,15 +161,15 @@ def spread_config(config: SubGEMMConfig, inner: InnerConfig) -> SpreadConfig:
     )
 
 
-def seconds_per_flop() -> float:
-    """Of this machine now, by the quickest of a few products."""
+def seconds_per_flop(now: Callable[[], float]) -> float:
+    """Of this machine now, by the quickest of a few products; a guess on a clock that stands still meanwhile."""
     a, b = torch.ones(timed_side, timed_side), torch.ones(timed_side, timed_side)
     times: list[float] = []
     for _ in range(1 + num_timings):
-        begun = time.perf_counter()
+        begun = now()
         torch.mm(a, b)
-        times.append(time.perf_counter() - begun)
-    return min(times[1:]) / (2 * timed_side**3)
+        times.append(now() - begun)
+    return min(times[1:]) / (2 * timed_side**3) or guessed_s_per_flop
 
 
 def shares(tally: Tally, num_tokens: int) -> Mapping[WorkerId, int]:
