@@ -62,7 +62,9 @@ class Life:
         """A task of this life, as are all that it makes itself."""
         context = copy_context()
         context.run(_owner.set, self)
-        return asyncio.get_running_loop().create_task(work, context=context)
+        task = asyncio.get_running_loop().create_task(work, context=context)
+        self.own(task)
+        return task
 
     def end(self) -> None:
         """Nothing of it goes on: what its tasks do when they are cancelled finds no network and an old disk."""
