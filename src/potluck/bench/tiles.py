@@ -17,16 +17,16 @@ from typing import TypeVar
 
 import numpy as np
 
+from potluck.bench.rig.dominant import dominant_bound_s
+from potluck.bench.worked import a100_s, plan_batch, published_devices, unequal_devices, variants
 from potluck.planner.tiles.bound import lower_bound_s
 from potluck.planner.tiles.choose import cheapest
 from potluck.planner.tiles.device import TileDevice, rates_of
-from potluck.planner.tiles.dominant import dominant_bound_s
 from potluck.planner.tiles.orphans import replan_orphans
 from potluck.planner.tiles.plan import Plan
 from potluck.planner.tiles.product import Options, Product
 from potluck.planner.tiles.tiling import most_sliced
 from potluck.planner.tiles.verify import boxes_of, faults, tiling_fault
-from potluck.planner.tiles.worked import a100_s, plan_batch, published_devices, unequal_devices, variants
 
 Result = TypeVar("Result")
 
@@ -121,11 +121,12 @@ def _worked(num_devices: int) -> dict[str, float]:
         batch = plan_batch(devices, terms)
         found = {
             "s": round(batch.seconds, 1),
-            "down_gb_per_device": round(batch.down_bytes_per_device / 1e9, 1),
-            "up_gb_per_device": round(batch.up_bytes_per_device / 1e9, 1),
+            "down_gb_per_device": round(batch.down_bytes / num_devices / 1e9, 1),
+            "up_gb_per_device": round(batch.up_bytes / num_devices / 1e9, 1),
             "egress_gbit_per_s": round(batch.egress_bytes_per_s * 8e-9, 1),
             "ingress_gbit_per_s": round(batch.ingress_bytes_per_s * 8e-9, 1),
             "devices_used": batch.num_devices_used,
+            "kept_percent": round(100 * batch.kept_share, 1),
         }
         found |= {f"{what}_bound_percent": round(100 * share, 1) for what, share in sorted(batch.bindings.items())}
         figures |= {f"{name}: {key}": value for key, value in found.items()}

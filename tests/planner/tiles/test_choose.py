@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from potluck.bench.worked import published_devices
 from potluck.planner.cost import DeviceCost, OpCost, Phases, energy_j
 from potluck.planner.tiles.choose import cheapest
 from potluck.planner.tiles.device import Head, TileDevice, tile_device, unknown_link
 from potluck.planner.tiles.product import Options, Product, attention_products
 from potluck.planner.tiles.verify import faults
-from potluck.planner.tiles.worked import published_devices
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile, LinkRates, Speeds
 
@@ -84,7 +84,8 @@ def test_kept_weights_need_memory_for_all_products() -> None:
     product = Product(m=512, n=1024, q=4096)
     options = Options(num_micro_batches=8, may_split_inner=False)
     assert cheapest(product, devices, options=options).keeps_weights
-    assert not cheapest(product, devices, options=replace(options, num_kept_products=100)).keeps_weights
+    for less in ({"kept_part": 0.01}, {"kept_share": 0.01}, {"kept_part": 0.0}):
+        assert not cheapest(product, devices, options=replace(options, **less)).keeps_weights
 
 
 def test_a_small_memory_takes_small_tiles() -> None:
@@ -170,3 +171,5 @@ def test_elements_have_sizes_and_options_counts() -> None:
         Product(m=1, n=1, q=1, down_bytes=0.0)
     with pytest.raises(ValueError, match="1 or more"):
         Options(num_micro_batches=0)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        Options(kept_share=1.0)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from potluck.bench.worked import published_devices
 from potluck.planner.tiles.choose import cheapest
 from potluck.planner.tiles.orphans import replan_orphans
 from potluck.planner.tiles.plan import Plan
 from potluck.planner.tiles.product import Options, Product
 from potluck.planner.tiles.verify import boxes_of, memory_fault, tiling_fault
-from potluck.planner.tiles.worked import published_devices
 
 product = Product(m=5120, n=4096, q=20480, kind="weight_gradient", down_bytes=2, up_bytes=2, held_bytes=2)
 devices = tuple(replace(device, memory_bytes=64e6) for device in published_devices(64, seed=4))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from potluck.bench.worked import published_devices, unequal_devices
 from potluck.planner.tiles.bound import lower_bound_s, select
 from potluck.planner.tiles.choose import product_plane
 from potluck.planner.tiles.device import Head, TileDevice, rates_of
 from potluck.planner.tiles.plane import Demand, Plane
-from potluck.planner.tiles.product import Options, Product
+from potluck.planner.tiles.product import Product
 from potluck.planner.tiles.slices import sliced
 from potluck.planner.tiles.strips import best_strips, quick_rectangles
 from potluck.planner.tiles.tiling import demand_fits, slowest_s, stripped, tile_plane
 from potluck.planner.tiles.verify import tiling_fault
-from potluck.planner.tiles.worked import published_devices, unequal_devices
 from potluck.types.ids import WorkerId
 
 
@@ -24,7 +24,7 @@ def fault(tiles: np.ndarray, plane: Plane) -> str:
 
 
 def demand_of(product: Product, devices: tuple[TileDevice, ...]) -> Demand:
-    return Demand(product_plane(product, Options(), inner=product.n), rates_of(devices), serial=0.0)
+    return Demand(product_plane(product, inner=product.n), rates_of(devices), serial=0.0)
 
 
 products = [

@@ -92,7 +92,7 @@ def _helpers(plan: Plan, orphans: Sequence[Box], rates: Rates) -> list[Ints]:
     useful = np.minimum(areas / plan.options.least_side**2, _most_helpers)
     counts = np.maximum(np.minimum(len(rates) * volumes / volumes.sum(), useful), 1.0).astype(np.int64)
     side = np.sqrt(np.array([areas.sum() / counts.sum()]))
-    demand = Demand(product_plane(plan.product, plan.options, inner=orphans[0][5] - orphans[0][4]), rates, serial=1.0)
+    demand = Demand(product_plane(plan.product, inner=orphans[0][5] - orphans[0][4]), rates, serial=1.0)
     order = np.argsort(demand.seconds(side, side), kind="stable")
     turns = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     owners = np.repeat(np.arange(len(orphans)), counts)[np.argsort(turns, kind="stable")]
@@ -103,7 +103,7 @@ def _helpers(plan: Plan, orphans: Sequence[Box], rates: Rates) -> list[Ints]:
 def _part(plan: Plan, orphan: Box, helpers: Ints, rates: Rates) -> Part | None:
     """The orphan cut among its helpers, its own corner at 0."""
     product = replace(plan.product, m=orphan[1] - orphan[0], q=orphan[3] - orphan[2])
-    plane = product_plane(product, plan.options, inner=orphan[5] - orphan[4])
+    plane = product_plane(product, inner=orphan[5] - orphan[4])
     serial = 1.0 / plan.options.num_tiles if plan.options.num_tiles else 0.0
     demand = Demand(plane, rates.take(helpers), serial=serial)
     rectangles = quick_rectangles(demand)

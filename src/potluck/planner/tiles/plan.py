@@ -83,6 +83,7 @@ class Plan:
     egress_s: float  # of the first micro-batch
     ingress_s: float
     head_s: float  # checks and sums
+    check_flops: float  # of the head in each micro-batch: Freivalds' check of every tile
     reason: str  # why this and not another
 
     @property
@@ -131,6 +132,11 @@ class Plan:
             "devices": devices_s, "egress": self.egress_s, "ingress": self.ingress_s, "head": self.head_s,
         }  # fmt: skip
         return max(times, key=lambda name: times[name])
+
+    @property
+    def binds(self) -> Binding | Shared:
+        """The coordinator's link, the head, or what binds most of the devices."""
+        return self.bindings.most_common(1)[0][0] if self.slowest == "devices" and self.loads else self.slowest
 
     @property
     def assumptions(self) -> str:

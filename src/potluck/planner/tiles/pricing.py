@@ -67,7 +67,7 @@ class Price:
 def price(parts: Sequence[Part], head: Head, num_tiles: int, *, added_elements: float = 0.0) -> Price:
     """`num_tiles` as in `Options`; `added_elements` are results that the head adds to others."""
     times: list[Floats] = []
-    totals = np.array([0.0, 0.0, 0.0, 0.0, head.add_s_per_element * added_elements])
+    totals = np.array([0.0, 0.0, 0.0, 0.0, head.add_s_per_element * added_elements, 0.0])
     for part in parts:
         counts = successive_tiles(part.demand, part.rectangles, num_tiles)[1]
         first_s, most_s = _pipeline(part, counts[counts[:, 0] == 0, 1], num_tiles)

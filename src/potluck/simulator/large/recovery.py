@@ -58,12 +58,12 @@ def recovery_times(
         lost = {device.id for device in chance.sample(list(devices), num_lost)}
         survivors = [device for device in devices if device.id not in lost]
         total = weight = 0.0
-        for product, plan in step.plans.items():
+        for each in step.plan.planned:
+            plan = each.plan
             begun = time.perf_counter()
             seconds = orphans_s(plan, lost, survivors, head)
             spent_s, num_plans = spent_s + time.perf_counter() - begun, num_plans + 1
-            share = step.counts[product] * plan.step_s
-            total, weight = total + share * seconds, weight + share
+            total, weight = total + each.seconds * seconds, weight + each.seconds
             worst_s = max(worst_s, seconds)
         means.append(total / weight)
         if pipeline is not None:

@@ -24,6 +24,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from threading import Lock
@@ -31,6 +32,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from potluck.planner.tiles.device import TileDevice
 from potluck.strategies.bag import Piece
 from potluck.strategies.fleet import WorkerInfo
 from potluck.strategies.sub_gemm.assembly import Box
@@ -203,7 +205,7 @@ class TileBag:
             for worker in here:
                 lane = self._lanes.get(worker.id)
                 if lane is None:
-                    lane = self._lanes[worker.id] = Lane(self._times.device(worker))
+                    lane = self._lanes[worker.id] = Lane(self._device(worker))
                 elif lane.is_here:
                     continue
                 lane.is_here, lane.is_late = True, self._times.is_silent(worker.id, now)
@@ -218,6 +220,11 @@ class TileBag:
                 self._orphans.append(tile)
         self._planned = []
         return True
+
+    def _device(self, worker: WorkerInfo) -> TileDevice:
+        """With the memory that it has for tiles."""
+        device = self._times.device(worker)
+        return replace(device, memory_bytes=device.memory_bytes - self._holdings.reserved_bytes(worker.id))
 
     def _take_back(self, lane: Lane) -> None:
         """What only waits for a device is to go elsewhere."""
@@ -362,7 +369,8 @@ class TileBag:
         holds = partial(self._holdings.holds, lane.id)
         own = self._pieces.stages(lane.device, tile.box, holds)
         self.tally.down_bytes[lane.id] += round(self._pieces.down_bytes(tile.box, holds))
-        named = {o.name: need.shards[o.name] for o in piece.operands.values() if o.name}
+        as_sent = self._terms.sizes.down / self._terms.sizes.held  # which is how they are kept
+        named = {o.name: round(as_sent * need.shards[o.name]) for o in piece.operands.values() if o.name}
         self._holdings.sent(lane.id, named, lane.device.memory_bytes)
         previous = max((flight.ends_at for flight in lane.flying), default=now)
         ends_at = lane.send(own, now)
