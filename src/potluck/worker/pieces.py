@@ -19,6 +19,7 @@ from torch import Tensor
 from potluck.clock import Clock, Executor
 from potluck.codecs.bundle import pack_tensors, tensors_in
 from potluck.codecs.factors import decode
+from potluck.strategies.bag import Operand
 from potluck.strategies.task import installed
 from potluck.transport.pieces import (
     PieceJoiner,
@@ -209,14 +210,16 @@ def _call(request: PieceRequest, tensors: Mapping[str, Tensor], most_bytes: int)
 
 
 class Shards:
-    """Tensors that are kept by name, the one used last at the end."""
+    """Tensors that are kept by name, the one used last at the end. Those that are said to stay are given up last."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Mapping[str, Tensor]] = OrderedDict()
+        self._passing: OrderedDict[str, None] = OrderedDict()  # names of those that do not stay, in the same order
         self.num_bytes = 0
 
     def clear(self) -> None:
         self._kept.clear()
+        self._passing.clear()
         self.num_bytes = 0
 
     def resolve(self, request: PieceRequest, operands: dict[str, dict[str, Tensor]]) -> list[str]:
@@ -228,6 +231,8 @@ class Shards:
                     missing.append(key)
                     continue
                 self._kept.move_to_end(name)
+                if name in self._passing:
+                    self._passing.move_to_end(name)
                 operands[key] = dict(found)
             elif key not in operands:
                 raise CorruptError(f"piece {request.id} lacks its operand {key}")
@@ -237,13 +242,16 @@ class Shards:
 
     def _put(self, name: str, parts: Mapping[str, Tensor], *, owns: bool) -> None:
         """`owns`: their memory holds nothing else."""
-        self._drop(self._kept.pop(name, {}))
+        self._drop(name)
+        if not Operand.stays(name):
+            self._passing[name] = None
         self._kept[name] = parts if owns else {part: x.clone() for part, x in parts.items()}
         self.num_bytes += sum(x.nbytes for x in parts.values())
 
-    def _drop(self, parts: Mapping[str, Tensor]) -> None:
-        self.num_bytes -= sum(x.nbytes for x in parts.values())
+    def _drop(self, name: str) -> None:
+        self._passing.pop(name, None)
+        self.num_bytes -= sum(x.nbytes for x in self._kept.pop(name, {}).values())
 
     def shrink(self, most_bytes: int) -> None:
         while self._kept and self.num_bytes > most_bytes:
-            self._drop(self._kept.popitem(last=False)[1])
+            self._drop(next(iter(self._passing or self._kept)))
