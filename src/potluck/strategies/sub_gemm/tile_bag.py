@@ -36,7 +36,7 @@ from potluck.planner.tiles.device import TileDevice
 from potluck.strategies.bag import Piece
 from potluck.strategies.fleet import WorkerInfo
 from potluck.strategies.sub_gemm.assembly import Box
-from potluck.strategies.sub_gemm.deal import Candidates, least_side
+from potluck.strategies.sub_gemm.deal import Candidates, cut
 from potluck.strategies.sub_gemm.holdings import Holdings
 from potluck.strategies.sub_gemm.lane import Flight, Lane, Tile
 from potluck.strategies.sub_gemm.pieces import Pieces, Terms
@@ -326,9 +326,9 @@ class TileBag:
             return True
         if not shares:
             return False
-        boxes = tile.box.shares([share for _, share in shares], least_side=least_side)
-        parts = [tile] if len(boxes) == 1 else self._tree.cut(tile, boxes)
-        for part, (lane, _) in zip(parts, shares, strict=False):
+        dealt = cut(tile.box, shares)
+        parts = [tile] if len(dealt) == 1 else self._tree.cut(tile, [box for _, box in dealt])
+        for part, (lane, _) in zip(parts, dealt, strict=True):
             if self._place(part, lane, now):
                 candidates.placed(lane)
             else:  # its memory is too small for any reasonable part
@@ -343,8 +343,7 @@ class TileBag:
         for part in [tile] if len(boxes) == 1 else self._tree.cut(tile, boxes) if boxes else []:
             own = self._stages(lane, part)
             lane.queue.append((part, own))
-            lane.promised.update(self._pieces.need(part.box).shards)
-            lane.wait_for(own, now)
+            lane.promise(own, self._pieces.need(part.box), now)
             part.num_queued += 1
             self._push_backlog(lane)
             self._awake[lane] = None
