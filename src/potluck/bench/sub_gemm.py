@@ -279,6 +279,8 @@ def checks(bench: _Bench, num_steps: int) -> dict[str, Any]:
     return {
         "tiles_median": round(middle(steps, "tiles_issued")),
         "checks_s_median": round(middle(steps, "checks_s"), 4),
+        "checks_gflop_median": round(middle(steps, "checks_flops") / 1e9, 3),
+        "rows_again_median": round(middle(steps, "checks_rows_again")),
         "step_s_median": round(middle(steps, "step_s"), 3),
         "percent_of_step": round(100 * sum(s["checks_s"] for s in steps) / sum(s["step_s"] for s in steps), 2),
     }

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from potluck.codecs.factors import sent_as
-from potluck.planner.cost import Calibration, correction
+from potluck.planner.cost import Calibration
 from potluck.planner.tiles.device import Head
 from potluck.planner.tiles.plan import Plan
 from potluck.planner.tiles.product import Options
@@ -27,6 +27,7 @@ from potluck.strategies.fleet import WorkerInfo
 from potluck.strategies.sub_gemm.assembly import Box
 from potluck.strategies.sub_gemm.checks import check_tile
 from potluck.strategies.sub_gemm.holdings import Holdings
+from potluck.strategies.sub_gemm.own import OwnMachine
 from potluck.strategies.sub_gemm.pieces import Check, Terms, title
 from potluck.strategies.sub_gemm.plans import Plans, wire_sizes
 from potluck.strategies.sub_gemm.product import Matrix, Product, ProductKind
@@ -87,7 +88,9 @@ class StepLog:
     kinds: dict[ProductKind, KindLog] = field(default_factory=dict[ProductKind, KindLog])
     tally: Tally = field(default_factory=Tally)
     num_plans: int = 0
-    checks_s: float = 0.0  # of the head, in a thread beside the products
+    checks_s: float = 0.0  # of the head, in threads beside the products, of tiles that were right
+    checks_flops: float = 0.0
+    checks_rows_again: int = 0  # rows of them that were multiplied again, in fp64
 
     def metrics(self) -> dict[str, float]:
         """For the strategy's metrics: numbers by name."""
@@ -102,6 +105,8 @@ class StepLog:
             "offloaded_s": observed_s,
             **{f"offloaded_s_{kind}": log.observed_s for kind, log in kinds.items()},
             "checks_s": self.checks_s,
+            "checks_flops": self.checks_flops,
+            "checks_rows_again": self.checks_rows_again,
             "native_s": sum(log.native_s for log in self.kinds.values()),
             "num_products_offloaded": sum(log.num_offloaded for log in self.kinds.values()),
             "num_products_native": sum(log.num_native for log in self.kinds.values()),
@@ -120,7 +125,8 @@ class SpreadMultiplier:
     def __init__(self, config: SpreadConfig, *, head: Head, secret: str, check: Check | None = None) -> None:
         self.log = StepLog()
         self.times = TileTimes(num_in_flight=config.num_in_flight)
-        self._config, self._head, self._secret = config, head, secret
+        self.own = OwnMachine(head)
+        self._config, self._secret = config, secret
         self._check = check or self._check_by_vectors
         self._calibration = Calibration()
         self._holdings = Holdings()
@@ -134,16 +140,17 @@ class SpreadMultiplier:
         self._desk, self.log = desk, StepLog()
         self._holdings.clear()
         self._plans.num_made = 0
-        self._plans.begin_step(desk.workers(), self._head)
+        self._plans.begin_step(desk.workers(), self.own.head)
 
     def __call__(self, product: Product) -> Tensor:
         assert self._desk is not None, "begin_step comes first"
         kind = self.log.kinds.setdefault(product.kind, KindLog())
-        plan = self._plans.of(product, self._desk.workers(), self._head)
+        here, head = self._desk.workers(), self.own.head
+        plan = self._plans.of(product, here, head)
         self.log.num_plans = self._plans.num_made
         self._holdings.reserve(self._plans.kept_bytes())
         self._num_products += 1
-        if plan.method == "native" and not (self._plans.fleet and math.isinf(self._head.s_per_flop)):
+        if plan.method == "native" and not (self._plans.fleet and math.isinf(head.s_per_flop)):
             return self._native(product, plan, self._desk, kind)
         devices_s = max((load.finish_s for load in plan.loads.values()), default=0.0)
         (m, n, q), placed = product.shape, [(tile.device, Box(*tile[1:7])) for tile in plan.tiles]
@@ -167,19 +174,19 @@ class SpreadMultiplier:
         predicted_s = self._calibration.predict_s(_fleet, product.kind, max(bag.predicted_s, 0.0))
         observed_s = bag.ended_at - bag.began_at
         self._calibration.observe(_fleet, product.kind, predicted_s=predicted_s, observed_s=observed_s)
+        self.own.spread(plan, here, bag.tally, observed_s)
         kind.num_offloaded += 1
         kind.predicted_s += predicted_s
         kind.observed_s += observed_s
         return result
 
     def _native(self, product: Product, plan: Plan, desk: Desk, kind: KindLog) -> Tensor:
-        if math.isinf(self._head.s_per_flop):
+        if math.isinf(self.own.head.s_per_flop):
             raise RoundFailed(f"{title(product)} cannot be computed: {plan.reason}; let more join, or the head compute")
         began_at = desk.now()
         result = torch.mm(product.a.values.float(), product.b.values.float())
         took_s = desk.now() - began_at
-        factor = correction(observed_s=took_s, predicted_s=plan.product.flops * self._head.s_per_flop)
-        self._head = replace(self._head, s_per_flop=self._head.s_per_flop * factor)
+        self.own.computed(plan.product.flops, took_s)
         kind.num_native += 1
         kind.native_s += took_s
         return result
@@ -191,19 +198,20 @@ class SpreadMultiplier:
             sizes=wire_sizes[self._config.wire],
             check=self._check,
             received=lambda values: sent_as(values, self._config.wire),
-            head=self._head,
+            head=self.own.head,
             most_failures=self._config.most_failures,
         )
 
     def _check_by_vectors(self, a: Tensor, b: Tensor, c: Tensor, generator: torch.Generator) -> None:
         assert self._desk is not None, "begin_step comes first"
         began_at = self._desk.now()
-        try:
-            check_tile(a, b, c, wire=self._config.wire, generator=generator)
-        finally:
-            took_s = self._desk.now() - began_at
-            with self._counting:
-                self.log.checks_s += took_s
+        done = check_tile(a, b, c, wire=self._config.wire, generator=generator)
+        took_s = self._desk.now() - began_at
+        self.own.checked(done.flops, took_s)
+        with self._counting:
+            self.log.checks_s += took_s
+            self.log.checks_flops += done.flops
+            self.log.checks_rows_again += done.num_rows_again
 
 
 def _named(product: Product, prefix: str) -> Product:
