@@ -14,6 +14,7 @@ from potluck.bench.worked import (
     published,
     published_devices,
     variants,
+    whole_layers_s,
 )
 from potluck.planner.tiles.bound import lower_bound_s
 from potluck.planner.tiles.device import Head, rates_of
@@ -63,3 +64,12 @@ def test_weights_are_kept_where_there_is_memory_for_them() -> None:
     assert (bare.kept_share, all_kept.kept_share) == (0.0, 1.0) and 0 < some_kept.kept_share < 1
     assert all_kept.seconds < some_kept.seconds < bare.seconds
     assert (some_kept.kept_bytes() <= 4e9).all()
+
+
+def test_whole_layers_are_taken_where_they_are_quicker() -> None:
+    devices = published_devices(16, seed=2)
+    base = plan_batch(devices, published).seconds
+    found = whole_layers_s(devices)
+    assert set(found) == {"rectangles of layers stay", "MLPs fused"}
+    assert all(0.3 * base < seconds <= base * 1.001 for seconds in found.values())
+    assert found["MLPs fused"] < 0.95 * base

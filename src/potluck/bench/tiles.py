@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from potluck.bench.rig.dominant import dominant_bound_s
-from potluck.bench.worked import a100_s, plan_batch, published_devices, unequal_devices, variants
+from potluck.bench.worked import a100_s, plan_batch, published_devices, unequal_devices, variants, whole_layers_s
 from potluck.planner.tiles.bound import lower_bound_s
 from potluck.planner.tiles.choose import cheapest
 from potluck.planner.tiles.device import TileDevice, rates_of
@@ -118,6 +118,7 @@ def _mean_side(plan: Plan) -> float:
 def _worked(num_devices: int) -> dict[str, float]:
     devices = published_devices(num_devices, seed=0)
     figures: dict[str, float] = {"num_devices": num_devices, "a100_at_40_percent_s": round(a100_s(), 1)}
+    figures |= {f"{name}: s": round(seconds, 1) for name, seconds in whole_layers_s(devices).items()}
     for name, terms in variants.items():
         batch = plan_batch(devices, terms)
         found = {

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from potluck.bench.worked import published_devices
-from potluck.planner.cost import DeviceCost, OpCost, Phases, energy_j
-from potluck.planner.tiles.choose import cheapest
+from potluck.planner.cost import DeviceCost, OpCost
+from potluck.planner.tiles.choose import cheapest, whole_depths
 from potluck.planner.tiles.device import Head, TileDevice, tile_device, unknown_link
-from potluck.planner.tiles.product import Options, Product, attention_products
+from potluck.planner.tiles.product import Options, Product
 from potluck.planner.tiles.verify import faults
 from potluck.types.ids import WorkerId
-from potluck.types.profile import DeviceProfile, LinkRates, Speeds
+from potluck.types.profile import DeviceProfile, LinkRates
 
 plain = Options(may_split_inner=False, may_keep_weights=False)
 
@@ -54,6 +55,22 @@ def test_the_head_alone_where_it_is_quicker_or_nobody_helps() -> None:
     assert cheapest(product, (), Head(s_per_flop=1e-8)).reason == "there is no device"
     poor = cheapest(product, equal_devices(4, memory_bytes=100.0))
     assert poor.method == "native" and poor.first_s == math.inf and "memory" in poor.reason
+
+
+@pytest.mark.parametrize("side", [1, 16, 63, 64, 65])
+def test_a_product_as_small_as_a_tile_is_one(side: int) -> None:
+    plan = cheapest(Product(m=side, n=32, q=side), equal_devices(3), options=plain)
+    assert plan.method == "plain" and faults(plan) == "" and len(plan.loads) == 1
+
+
+def test_parts_of_the_inner_dimension_are_whole_however_unequal_devices_are() -> None:
+    devices = (*equal_devices(1, down_bytes_per_s=1e9, up_bytes_per_s=1e9), *equal_devices(9)[1:])
+    layer = Product(m=64, n=640, q=64, kind="weight_gradient")
+    plan = cheapest(layer, devices, options=Options(least_side=1, num_tiles=0))
+    assert faults(plan) == ""
+    depths = whole_depths(np.array([1.0, 1.0, 1.0, 600.0]), 600)
+    assert depths.tolist() == [1, 1, 1, 597]
+    assert whole_depths(np.array([2.4, 3.3, 4.3]), 10).tolist() == [3, 3, 4]
 
 
 def test_a_weight_gradient_is_split_along_its_tokens() -> None:
@@ -139,25 +156,6 @@ def test_what_a_device_reports_becomes_what_is_planned_with() -> None:
         s_per_tile=1e-4, rtt_s=unknown_link.rtt_s, memory_bytes=500.0, num_in_flight=3,
     )  # fmt: skip
     assert tile_device(WorkerId("a"), profile, cost).memory_bytes == 850
-
-
-def test_the_energy_of_a_plan_by_hand() -> None:
-    product = Product(m=1000, n=1000, q=1000)
-    plan = cheapest(product, equal_devices(4, s_per_flop=2e-10), options=replace(plain, num_tiles=0))
-    # 0.4 s down, 0.1 s of work and 1 s up overlap: 1 s in all.
-    phases = plan.phases(WorkerId("d1"))
-    assert (phases.compute_s, phases.send_s, phases.total_s) == pytest.approx((0.1, 0.9, 1.0))
-    assert energy_j(phases, Speeds(idle_w=10.0, load_w=50.0)) == pytest.approx(50 * 0.1 + 10 * 0.9)
-    assert plan.phases(WorkerId("idle")) == Phases(wait_s=plan.first_s)
-
-
-def test_attention_is_six_products_a_head() -> None:
-    forward, backward = attention_products(128, 64)
-    assert [(p.m, p.n, p.q) for p in forward] == [(128, 64, 128), (128, 128, 64)]
-    assert sum(p.flops for p in backward) == 2 * sum(p.flops for p in forward) == 8 * 2 * 128 * 128 * 64 / 2
-    assert not any(p.has_weight for p in (*forward, *backward))
-    # S comes back: as many bytes up as a whole product would need down, so links of homes are no use for it.
-    assert cheapest(forward[0], published_devices(16, seed=0), Head(s_per_flop=1e-11)).method == "native"
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -1, 1)])

@@ -106,7 +106,9 @@ def select(
         if count > len(order):
             return None
         chosen = order[:count]
-        if np.sqrt(areas[chosen]).mean() < _side_margin * min(least_side, demand.plane.rows, demand.plane.cols):
+        if count > max(1.0, total / least_side**2) or np.sqrt(areas[chosen]).mean() < min(
+            _side_margin * least_side, demand.plane.rows, demand.plane.cols
+        ):
             return None
         rows, cols = rows[chosen], cols[chosen]
         if shared_times(demand.plane, head, rows, cols).most_s > share * seconds:

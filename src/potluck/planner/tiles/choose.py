@@ -270,7 +270,7 @@ class _Layer:
         first = price(parts, self.head, num_tiles, added_elements=added)
         later = first
         if way.keeps_weights:
-            held = [part.later(keeps_cols=True) for part in parts]
+            held = [part.later() for part in parts]
             later = price(held, self.head, num_tiles, added_elements=added)
         return Plan(
             product=self.product,
@@ -362,6 +362,15 @@ class _Layer:
             ])  # fmt: skip
             depths = depths * np.clip(times.mean() / times, 0.5, 2.0)
             depths = np.maximum(depths * (num / depths.sum()), 1.0)
-        whole = np.maximum(np.floor(depths), 1).astype(np.int64)
-        whole[np.argsort(whole - depths, kind="stable")[: num - int(whole.sum())]] += 1
-        return whole
+        return whole_depths(depths, num)
+
+
+def whole_depths(depths: Floats, num: int) -> Ints:
+    """Whole numbers of 1 or more near `depths`, `num` together."""
+    whole = np.maximum(np.floor(depths), 1).astype(np.int64)
+    missing = num - int(whole.sum())
+    if missing < 0:
+        whole[np.argmax(whole)] += missing
+    else:
+        whole[np.argsort(whole - depths, kind="stable")[:missing]] += 1
+    return whole

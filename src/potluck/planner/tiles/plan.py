@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from potluck.planner.cost import Phases
 from potluck.planner.tiles.device import TileDevice
 from potluck.planner.tiles.product import Options, Product
 from potluck.types.ids import WorkerId
@@ -104,17 +103,6 @@ class Plan:
         """Both ways, of all devices and micro-batches of an optimizer step."""
         num = self.options.num_micro_batches
         return self.first_down_bytes + (num - 1) * self.later_down_bytes + num * self.up_bytes
-
-    def phases(self, worker: WorkerId) -> Phases:
-        """Of a device in the first micro-batch, for `cost.energy_j`. Of what overlaps, work counts before sending."""
-        load = self.loads.get(worker)
-        if load is None:
-            return Phases(wait_s=self.first_s)
-        compute_s = min(load.compute_s, self.first_s)
-        send_s = min(load.up_s, self.first_s - compute_s)
-        receive_s = min(load.down_s, self.first_s - compute_s - send_s)
-        wait_s = self.first_s - compute_s - send_s - receive_s
-        return Phases(compute_s=compute_s, send_s=send_s, receive_s=receive_s, wait_s=wait_s)
 
     @cached_property
     def bindings(self) -> Counter[Binding]:

@@ -47,16 +47,6 @@ class Product:
         return self.kind != "weight_gradient"
 
 
-def attention_products(seq_len: int, head_dim: int) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
-    """Forward and backward of one head of one sequence, [S, d_h] each of Q, K and V; nothing in them is a weight.
-
-    S = Q K', O = P V;  dP = dO V', dV = P' dO, dQ = dS K, dK = dS' Q.
-    """
-    scores = Product(m=seq_len, n=head_dim, q=seq_len, kind="weight_gradient")
-    mixed = Product(m=seq_len, n=seq_len, q=head_dim, kind="weight_gradient")
-    return (scores, mixed), (scores, mixed, mixed, mixed)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What a plan may do, and what it assumes."""

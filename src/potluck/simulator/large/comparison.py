@@ -98,13 +98,14 @@ def compare(plan: Plan, fleet: FleetFile, *, fleet_sizes: Sequence[int], seed: i
         own, *others = heads(fleet)
         case = batch.on(found, devices, own)
         cases += [case, *(batch.on(found, devices, other) for other in others)]
-        row = quickest(pipelines(model, devices))
+        made = pipelines(model, devices)
+        row = quickest(made)
         recoveries += [
             (size, recovery_times(case.step, devices, own, row, num_lost=num, seed=seed))
             for num in num_lost
             if num < size
         ]
-        for baseline in (pipeline_time(model, devices), mesh_time(model, devices, num_pieces=spread.num_tiles)):
+        for baseline in (pipeline_time(made), mesh_time(model, devices, num_pieces=spread.num_tiles)):
             if baseline is not None:
                 baselines.append((size, baseline))
     return Comparison(
