@@ -52,11 +52,13 @@ def test_a_product_that_takes_as_long_as_it_should_says_nothing_of_the_link() ->
     for _ in range(10):
         own.spread(plan, here(), moved(round(plan.first_down_bytes)), 1.2 * plan.first_s)
         own.spread(plan, here(), moved(1), math.nan)
+        own.spread(plan, here(), moved(1000), 0.5)
     assert own.head.egress_bytes_per_s == 1e9
 
 
 def test_checks_have_the_price_that_they_were_seen_to_have() -> None:
     own = OwnMachine(Head())
+    own.checked(1e6, 1.0)  # a small tile, on a busy machine
     assert own.head.check_s_per_flop == 0.0
     own.checked(1e9, 0.1)
     own.checked(3e9, 0.1)

@@ -30,6 +30,8 @@ most_slowdown = 1.5
 forgotten = 0.5
 """Of what is known of checks, when as many FLOPs again were seen."""
 known_flops = 1e10
+least_check_flops, least_product_s = 3e7, 1.0
+"""What is smaller tells of calls, and of a busy machine, more than of FLOPs and links."""
 
 
 @dataclass
@@ -77,6 +79,8 @@ class OwnMachine:
 
     def checked(self, flops: float, seconds: float) -> None:
         """A tile."""
+        if flops < least_check_flops:
+            return
         with self._lock:
             if self._check_flops > known_flops:
                 self._check_s, self._check_flops = forgotten * self._check_s, forgotten * self._check_flops
@@ -88,7 +92,7 @@ class OwnMachine:
             link = worker.profile.link
             self._down.meet(worker.id, link.down_bytes_per_s)
             self._up.meet(worker.id, link.up_bytes_per_s)
-        if not 0 < observed_s < math.inf:
+        if not least_product_s < observed_s < math.inf:
             return
         match plan.binds:
             case "down" | "egress":
