@@ -144,7 +144,8 @@ def test_a_step_in_tiles_beside_its_baselines(tmp_path: Path) -> None:
     cases = {(each["devices"], each["coordinator_out_gbit_s"]): each for each in report["sub_gemm"]}
     assert list(cases) == [(4, None), (4, 0.01)] and parse_sizes("8, 6,8") == [6, 8]
     for (_, link), each in cases.items():
-        total = sum(p["per_micro_batch"] * (p["first_s"] + p["later_s"]) for p in each["products"])
+        total = sum(p["num_weights"] * (p["first_s"] + p["later_s"]) for p in each["products"])
+        assert 0 <= each["kept_share"] <= 1 and {p["num_uses"] for p in each["products"]} == {2}
         assert total == pytest.approx(each["seconds"], rel=1e-2)
         assert each["used_out_gbit_s"] <= (link or 1e9) * 1.001
         assert sum(each["binding"].values()) == pytest.approx(1, abs=0.01)

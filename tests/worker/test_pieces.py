@@ -110,6 +110,29 @@ def test_kept_shards_make_room() -> None:
     play(device, script)
 
 
+def test_what_stays_is_given_up_after_what_passes() -> None:
+    device = Device()
+
+    async def script() -> None:
+        await device.give(0, values(256), name="stays:w@1")
+        await device.reply(0)
+        for id in range(1, 6):
+            await device.give(id, values(256), name=f"x{id}@1")
+            await device.reply(id)
+        await device.give(6, None, name="x1@1")
+        assert (await device.reply(6)).missing == ("a",)
+        await device.give(7, None, name="stays:w@1")
+        assert not (await device.reply(7)).missing
+        for id in range(8, 12):  # nothing that passes is left to give up
+            await device.give(id, values(256), name=f"stays:w{id}@1")
+            await device.reply(id)
+            assert device.pieces.shards.num_bytes <= least_limit_bytes
+        await device.give(12, None, name="stays:w8@1")
+        assert (await device.reply(12)).missing == ("a",)
+
+    play(device, script)
+
+
 def test_a_piece_beyond_the_limit_is_refused_and_the_stream_goes_on() -> None:
     device = Device()
 

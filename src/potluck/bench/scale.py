@@ -141,10 +141,11 @@ def plan_tiles(num_devices: int, recipe: str = "llama-2-70b") -> dict[str, float
         "cpu_s": time.process_time() - begun_cpu,
         "model_s": made - begun,
         "peak_memory_mb": peak_memory_mb(),
-        "shapes": len(case.step.plans),
-        "simulated_s": case.step.seconds,
-        "down_gb_per_device": case.step.down_bytes / num_devices / 1e9,
-        "up_gb_per_device": case.step.up_bytes / num_devices / 1e9,
+        "plans": len(case.step.plan.planned),
+        "kept_share": case.step.plan.kept_share,
+        "simulated_s": case.step.plan.seconds,
+        "down_gb_per_device": case.step.plan.down_bytes / num_devices / 1e9,
+        "up_gb_per_device": case.step.plan.up_bytes / num_devices / 1e9,
     }
 
 

@@ -17,16 +17,16 @@ from typing import TypeVar
 
 import numpy as np
 
+from potluck.bench.rig.dominant import dominant_bound_s
+from potluck.bench.worked import a100_s, plan_batch, published_devices, unequal_devices, variants, whole_layers_s
 from potluck.planner.tiles.bound import lower_bound_s
 from potluck.planner.tiles.choose import cheapest
 from potluck.planner.tiles.device import TileDevice, rates_of
-from potluck.planner.tiles.dominant import dominant_bound_s
-from potluck.planner.tiles.orphans import replan_orphans
 from potluck.planner.tiles.plan import Plan
 from potluck.planner.tiles.product import Options, Product
 from potluck.planner.tiles.tiling import most_sliced
 from potluck.planner.tiles.verify import boxes_of, faults, tiling_fault
-from potluck.planner.tiles.worked import a100_s, plan_batch, published_devices, unequal_devices, variants
+from potluck.simulator.large.recovery import deal_again
 
 Result = TypeVar("Result")
 
@@ -82,9 +82,10 @@ def _measure(product: Product, devices: Sequence[TileDevice]) -> dict[str, float
     assert not fault, fault
     lost = max(plan.loads, key=lambda worker: plan.loads[worker].compute_s)
     survivors = [device for device in devices if device.id != lost]
-    orphans_s, orphans = _timed(lambda: replan_orphans(plan, {lost}, survivors, set()))
-    rest = [tile for tile in plan.tiles if tile.device != lost]
-    assert not tiling_fault(boxes_of([*rest, *orphans]), (0, product.m, 0, product.q, 0, product.n))
+    orphans_s, orphans = _timed(lambda: deal_again(plan, {lost}, survivors))
+    rest = boxes_of([tile for tile in plan.tiles if tile.device != lost])
+    boxes = np.concatenate((rest, np.array([box for _, box in orphans])))
+    assert not tiling_fault(boxes, (0, product.m, 0, product.q, 0, product.n))
     rates = rates_of(devices)
     most = max(1, product.m * product.q // least_side**2)
     bound_s = lower_bound_s(product, rates, most_devices=most)
@@ -98,7 +99,7 @@ def _measure(product: Product, devices: Sequence[TileDevice]) -> dict[str, float
         "plan_s": round(plan_s, 4),
         "verify_s": round(verify_s, 4),
         "orphans_s": round(orphans_s, 4),
-        "recovery_percent": round(100 * max(tile.finish_s for tile in orphans) / plan.first_s, 2),
+        "recovery_percent": round(100 * max(lane.free_at for lane, _ in orphans) / plan.first_s, 2),
     }
 
 
@@ -117,15 +118,17 @@ def _mean_side(plan: Plan) -> float:
 def _worked(num_devices: int) -> dict[str, float]:
     devices = published_devices(num_devices, seed=0)
     figures: dict[str, float] = {"num_devices": num_devices, "a100_at_40_percent_s": round(a100_s(), 1)}
+    figures |= {f"{name}: s": round(seconds, 1) for name, seconds in whole_layers_s(devices).items()}
     for name, terms in variants.items():
         batch = plan_batch(devices, terms)
         found = {
             "s": round(batch.seconds, 1),
-            "down_gb_per_device": round(batch.down_bytes_per_device / 1e9, 1),
-            "up_gb_per_device": round(batch.up_bytes_per_device / 1e9, 1),
+            "down_gb_per_device": round(batch.down_bytes / num_devices / 1e9, 1),
+            "up_gb_per_device": round(batch.up_bytes / num_devices / 1e9, 1),
             "egress_gbit_per_s": round(batch.egress_bytes_per_s * 8e-9, 1),
             "ingress_gbit_per_s": round(batch.ingress_bytes_per_s * 8e-9, 1),
             "devices_used": batch.num_devices_used,
+            "kept_percent": round(100 * batch.kept_share, 1),
         }
         found |= {f"{what}_bound_percent": round(100 * share, 1) for what, share in sorted(batch.bindings.items())}
         figures |= {f"{name}: {key}": value for key, value in found.items()}

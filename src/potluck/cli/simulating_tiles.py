@@ -60,7 +60,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def _case(case: Case) -> dict[str, Any]:
-    step = case.step
+    step = case.step.plan
     return {
         "devices": case.num_devices,
         "coordinator_out_gbit_s": _gbit(case.egress_bytes_per_s),
@@ -72,20 +72,23 @@ def _case(case: Case) -> dict[str, Any]:
         "used_out_gbit_s": round(step.egress_bytes_per_s / gbit, 3),
         "used_in_gbit_s": round(step.ingress_bytes_per_s / gbit, 3),
         "binding": {name: round(share, 3) for name, share in sorted(step.bindings.items(), key=lambda b: -b[1])},
-        "compute_share": round(step.utilisation, 5),
+        "kept_share": round(step.kept_share, 4),
+        "compute_share": round(case.step.utilisation, 5),
         "head_check_flops": step.check_flops,
-        "energy_kwh": None if step.energy_j is None else round(step.energy_j / 3.6e6, 4),
+        "energy_kwh": None if case.step.energy_j is None else round(case.step.energy_j / 3.6e6, 4),
         "products": [
             {
-                "shape": [product.m, product.n, product.q],
-                "has_weight": product.has_weight,
-                "per_micro_batch": step.counts[product],
+                "shape": [use.product.m, use.product.n, use.product.q],
+                "has_weight": use.product.has_weight,
+                "num_weights": each.count,
+                "num_uses": use.num_uses,
                 "method": plan.method,
                 "first_s": round(plan.first_s, 4),
                 "later_s": round(plan.later_s, 4),
                 "why": plan.reason,
             }
-            for product, plan in step.plans.items()
+            for each in step.planned
+            for use, plan in ((each.use, each.plan),)
         ],
     }
 
@@ -109,7 +112,6 @@ def _recovery(times: RecoveryTimes) -> dict[str, Any]:
         "lost": times.num_lost,
         "tiles_s": round(times.tiles_s, 4),
         "worst_tiles_s": round(times.worst_tiles_s, 4),
-        "replan_real_s": round(times.replan_s, 4),
         "pipeline_reload_s": None if times.reload_s is None else round(times.reload_s, 3),
         "pipeline_replay_s": None if times.replay_s is None else round(times.replay_s, 3),
         "times_sooner": None if times.ratio is None else round(times.ratio),
@@ -159,10 +161,10 @@ def tiles_text(report: Mapping[str, Any]) -> str:
         ]
     if report["recovery"]:
         lines += ["", "after devices are lost, from when it is noticed:"]
-        rows = [("devices", "lost", "tiles again", "planned in", "pipeline: reload", "replay", "times sooner")]
+        rows = [("devices", "lost", "tiles again", "pipeline: reload", "replay", "times sooner")]
         rows += [
             (
-                f"{each['devices']:,}", str(each["lost"]), f"{each['tiles_s']:.3f} s", f"{each['replan_real_s']:.3f} s",
+                f"{each['devices']:,}", str(each["lost"]), f"{each['tiles_s']:.3f} s",
                 _maybe(each["pipeline_reload_s"]), _maybe(each["pipeline_replay_s"]),
                 "" if each["times_sooner"] is None else f"{each['times_sooner']:,}",
             )
@@ -188,9 +190,9 @@ def charts(found: Comparison, title: str) -> list[Chart]:
     for case in found.cases:
         rate = case.egress_bytes_per_s
         link = "" if math.isinf(rate) else f", {rate / gbit:g} Gbit/s"
-        times.setdefault(f"sub_gemm{link}", []).append((case.num_devices, case.step.seconds))
+        times.setdefault(f"sub_gemm{link}", []).append((case.num_devices, case.step.plan.seconds))
         if case.egress_bytes_per_s == found.cases[0].egress_bytes_per_s:
-            for way, num_bytes in (("down", case.step.down_bytes), ("up", case.step.up_bytes)):
+            for way, num_bytes in (("down", case.step.plan.down_bytes), ("up", case.step.plan.up_bytes)):
                 moved.setdefault(f"sub_gemm, {way}", []).append((case.num_devices, num_bytes / case.num_devices / 1e9))
     for size, baseline in found.baselines:
         if not baseline.fits:

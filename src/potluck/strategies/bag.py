@@ -18,6 +18,9 @@ from torch import Tensor
 from potluck.strategies.fleet import WorkerInfo
 from potluck.types.ids import WorkerId
 
+STAYS = "stays:"
+"""Begins the names of shards that outlive those that only pass: they were planned to be there when asked for again."""
+
 
 @dataclass(frozen=True, eq=False)
 class Operand:
@@ -28,6 +31,11 @@ class Operand:
 
     values: Tensor
     name: str = ""  # of a shard that devices may keep, "" for none; the fleet adds the round to it
+
+    @staticmethod
+    def stays(name: str) -> bool:
+        """Whether a device that needs room gives up all shards but such ones first."""
+        return name.startswith(STAYS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,7 +10,8 @@
     up         {"resting": true}                                                       no pieces until it is false
 
 `down`: of the request, n bytes came in the s seconds after its first frame was here. So both ends learn the link.
-An operand is named by what its values are, or by "" where it is used once. Pieces live as long as the stream.
+An operand is named by what its values are, or by "" where it is used once; a device that needs room gives up values
+named "stays:…" after all others. Pieces live as long as the stream.
 """
 
 from __future__ import annotations

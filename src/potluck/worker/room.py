@@ -1,7 +1,8 @@
 """The memory that an owner gives for pieces: what is in use of it, and shards, which give way to everything else.
 
 Everything is counted before it is made: `take` says whether there is room, and drops as many shards for it as it must,
-the one used longest ago first. Shards that a piece at work reads are pinned: their memory would not become free.
+the one used longest ago first, those that are said to stay after all others. Shards that a piece at work reads are
+pinned: their memory would not become free.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 
 from torch import Tensor
+
+from potluck.strategies.bag import Operand
 
 Parts = Mapping[str, Tensor]
 
@@ -22,7 +25,8 @@ class Room:
         self.limit_bytes = limit_bytes
         self.taken_bytes = 0
         self.shard_bytes = 0  # of those that are not pinned
-        self._shards: OrderedDict[str, Parts] = OrderedDict()
+        self._passing: OrderedDict[str, Parts] = OrderedDict()
+        self._staying: OrderedDict[str, Parts] = OrderedDict()  # `Operand.stays`
         self._pinned: dict[str, Parts] = {}
         self._lock = Lock()
 
@@ -45,8 +49,12 @@ class Room:
             self.taken_bytes -= num_bytes
 
     def _shrink(self) -> None:
-        while self._shards and self.shard_bytes + self.taken_bytes > self.limit_bytes:
-            self.shard_bytes -= nbytes(self._shards.popitem(last=False)[1])
+        while (shards := self._passing or self._staying) and self.shard_bytes + self.taken_bytes > self.limit_bytes:
+            self.shard_bytes -= nbytes(shards.popitem(last=False)[1])
+
+    def _shards(self, name: str) -> OrderedDict[str, Parts]:
+        """Among which one of that name is."""
+        return self._staying if Operand.stays(name) else self._passing
 
     # Shards
 
@@ -54,7 +62,7 @@ class Room:
         """Those of them that are kept: they count as taken until `unpin`."""
         with self._lock:
             for name in names:
-                if (parts := self._shards.pop(name, None)) is not None:
+                if (parts := self._shards(name).pop(name, None)) is not None:
                     self._pinned[name] = parts
                     self.shard_bytes -= nbytes(parts)
                     self.taken_bytes += nbytes(parts)
@@ -64,7 +72,7 @@ class Room:
         """All of them; they are the ones that were used last."""
         with self._lock:
             for name, parts in self._pinned.items():
-                self._shards[name] = parts
+                self._shards(name)[name] = parts
                 self.shard_bytes += nbytes(parts)
                 self.taken_bytes -= nbytes(parts)
             self._pinned.clear()
@@ -76,18 +84,19 @@ class Room:
         with self._lock:
             if name in self._pinned or self.taken_bytes + num_bytes > self.limit_bytes:
                 return False
-            self.shard_bytes += num_bytes - nbytes(self._shards.pop(name, {}))
+            self.shard_bytes += num_bytes - nbytes(self._shards(name).pop(name, {}))
             self._shrink()
         copy = copied(parts)
         with self._lock:
-            self._shards[name] = copy
+            self._shards(name)[name] = copy
             self._shrink()  # more may have been taken meanwhile
         return True
 
     def clear(self) -> None:
         """Drop all shards."""
         with self._lock:
-            self._shards.clear()
+            self._passing.clear()
+            self._staying.clear()
             self.shard_bytes = 0
 
 

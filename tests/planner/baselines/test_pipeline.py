@@ -39,7 +39,7 @@ def test_what_all_baselines_share() -> None:
 def test_two_rows_of_two_stages() -> None:
     # A border takes 2,000 bytes / 1,000 a second, a stage's work 6 x 1e6 x 10 x 1e-9 = 0.06 s: 4.12 s for the first
     # sequence, 2 s for the second; gradients 2 x 1/2 x 2 MB in 2,000 s.
-    time = pipeline_time(model, devices)
+    time = pipeline_time(pipelines(model, devices))
     assert time is not None and time.fits
     assert time.layout == "2 rows of 2 stages" and time.num_devices_used == 4
     assert time.seconds == pytest.approx(4.12 + 2 + 2000)
@@ -67,12 +67,12 @@ def test_slow_rows_get_fewer_sequences() -> None:
 
 
 def test_devices_without_the_memory_are_told_of() -> None:
-    time = pipeline_time(model, [device(i, memory=9e6) for i in range(4)])
+    time = pipeline_time(pipelines(model, [device(i, memory=9e6) for i in range(4)]))
     assert time is not None and not time.fits
     assert time.needs_bytes == 10_004_000 and time.has_bytes == 9e6
     barely = [device(i, memory=10_004_000) for i in range(4)]
-    assert (fitting := pipeline_time(model, barely)) is not None and fitting.fits
-    assert pipeline_time(model, []) is None
+    assert (fitting := pipeline_time(pipelines(model, barely))) is not None and fitting.fits
+    assert pipeline_time(pipelines(model, [])) is None
 
 
 def test_a_lost_device_costs_weights_and_half_of_its_row() -> None:

@@ -10,9 +10,8 @@ import pytest
 from potluck.planner.tiles.bound import lower_bound_s, select, shared_times
 from potluck.planner.tiles.choose import product_plane
 from potluck.planner.tiles.device import Head, TileDevice, rates_of
-from potluck.planner.tiles.dominant import dominant_bound_s
 from potluck.planner.tiles.plane import Demand
-from potluck.planner.tiles.product import Options, Product
+from potluck.planner.tiles.product import Product
 from potluck.types.ids import WorkerId
 
 square = Product(m=100, n=10, q=100, down_bytes=1, up_bytes=1)
@@ -52,9 +51,7 @@ def test_with_fewer_devices_the_strongest_count() -> None:
 
 
 def test_a_narrow_coordinator_uses_fewer_devices() -> None:
-    demand = Demand(
-        product_plane(square, Options(), inner=10), rates_of([device(i, up=1.0) for i in range(100)]), serial=0.0
-    )
+    demand = Demand(product_plane(square, inner=10), rates_of([device(i, up=1.0) for i in range(100)]), serial=0.0)
     wide = select(demand, Head())
     # 16 of 100 devices: 25 x 25 each in 625 s, and 16 x 50 x 10 bytes leave the coordinator in 8000 / 12.8 s.
     narrow = select(demand, Head(egress_bytes_per_s=12.8))
@@ -64,16 +61,14 @@ def test_a_narrow_coordinator_uses_fewer_devices() -> None:
 
 
 def test_tiles_of_a_sensible_side_leave_devices_idle() -> None:
-    demand = Demand(
-        product_plane(square, Options(), inner=10), rates_of([device(i, up=1.0) for i in range(100)]), serial=0.0
-    )
+    demand = Demand(product_plane(square, inner=10), rates_of([device(i, up=1.0) for i in range(100)]), serial=0.0)
     found = select(demand, Head(), least_side=25)
     assert found is not None and len(found.chosen) <= 16
 
 
 def test_what_no_memory_holds_is_not_selected() -> None:
     small = TileDevice(id=WorkerId("d"), down_bytes_per_s=1, up_bytes_per_s=1, s_per_flop=0, memory_bytes=100)
-    demand = Demand(product_plane(square, Options(), inner=10), rates_of([small]), serial=0.0)
+    demand = Demand(product_plane(square, inner=10), rates_of([small]), serial=0.0)
     assert select(demand, Head()) is None
 
 
@@ -81,27 +76,12 @@ def test_shared_times_by_hand() -> None:
     head = Head(
         egress_bytes_per_s=10, ingress_bytes_per_s=5, num_check_vectors=3, check_s_per_flop=1e-3, add_s_per_element=0.5
     )
-    plane = product_plane(square, Options(), inner=10)
+    plane = product_plane(square, inner=10)
     found = shared_times(plane, head, np.array([20.0, 30.0]), np.array([40.0, 10.0]), added_elements=4.0)
     assert (found.down_bytes, found.up_bytes) == (10 * 100, 800 + 300)
     assert (found.egress_s, found.ingress_s) == (100.0, 220.0)
     # For each vector B r, A (B r) and C r: 2 n (rows + cols) + 2 rows cols.
     assert found.head_s == pytest.approx(3 * 1e-3 * (20 * 100 + 2 * 1100) + 2.0)
-
-
-def test_a_dominant_device_leaves_little_room() -> None:
-    product = Product(m=1000, n=10, q=1000, down_bytes=1, up_bytes=1)
-    rates = rates_of([device(0, down=90.0), device(1, down=60.0)])
-    # Squares: (90 T / 20)^2 + (60 T / 20)^2 = 1000^2.
-    assert lower_bound_s(product, rates) == pytest.approx(1000 / math.sqrt(4.5**2 + 3**2))
-    # Side by side, which is all two can do: (1000 + w) / 90 = (1000 + 1000 - w) / 60, w = 800, and 10 bytes each.
-    assert dominant_bound_s(product, rates) == pytest.approx(200.0, rel=0.01)
-    assert dominant_bound_s(product, rates) <= 200.0
-
-
-def test_equal_devices_have_no_dominant_one() -> None:
-    rates = rates_of([device(i, down=1.0) for i in range(16)])
-    assert dominant_bound_s(square, rates) == lower_bound_s(square, rates)
 
 
 @pytest.mark.parametrize("wrong", [{"down": 0.0}, {"up": -1.0}, {"s_per_flop": math.inf}, {"rtt_s": math.nan}])

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from potluck.planner.cost import DeviceCost, OpCost, Phases, energy_j
-from potluck.planner.tiles.choose import cheapest
+from potluck.bench.worked import published_devices
+from potluck.planner.cost import DeviceCost, OpCost
+from potluck.planner.tiles.choose import cheapest, whole_depths
 from potluck.planner.tiles.device import Head, TileDevice, tile_device, unknown_link
-from potluck.planner.tiles.product import Options, Product, attention_products
+from potluck.planner.tiles.product import Options, Product
 from potluck.planner.tiles.verify import faults
-from potluck.planner.tiles.worked import published_devices
 from potluck.types.ids import WorkerId
-from potluck.types.profile import DeviceProfile, LinkRates, Speeds
+from potluck.types.profile import DeviceProfile, LinkRates
 
 plain = Options(may_split_inner=False, may_keep_weights=False)
 
@@ -56,6 +57,22 @@ def test_the_head_alone_where_it_is_quicker_or_nobody_helps() -> None:
     assert poor.method == "native" and poor.first_s == math.inf and "memory" in poor.reason
 
 
+@pytest.mark.parametrize("side", [1, 16, 63, 64, 65])
+def test_a_product_as_small_as_a_tile_is_one(side: int) -> None:
+    plan = cheapest(Product(m=side, n=32, q=side), equal_devices(3), options=plain)
+    assert plan.method == "plain" and faults(plan) == "" and len(plan.loads) == 1
+
+
+def test_parts_of_the_inner_dimension_are_whole_however_unequal_devices_are() -> None:
+    devices = (*equal_devices(1, down_bytes_per_s=1e9, up_bytes_per_s=1e9), *equal_devices(9)[1:])
+    layer = Product(m=64, n=640, q=64, kind="weight_gradient")
+    plan = cheapest(layer, devices, options=Options(least_side=1, num_tiles=0))
+    assert faults(plan) == ""
+    depths = whole_depths(np.array([1.0, 1.0, 1.0, 600.0]), 600)
+    assert depths.tolist() == [1, 1, 1, 597]
+    assert whole_depths(np.array([2.4, 3.3, 4.3]), 10).tolist() == [3, 3, 4]
+
+
 def test_a_weight_gradient_is_split_along_its_tokens() -> None:
     devices = published_devices(64, seed=0)
     product = Product(m=5120, n=131072, q=20480, kind="weight_gradient", down_bytes=2, up_bytes=2, held_bytes=2)
@@ -84,7 +101,8 @@ def test_kept_weights_need_memory_for_all_products() -> None:
     product = Product(m=512, n=1024, q=4096)
     options = Options(num_micro_batches=8, may_split_inner=False)
     assert cheapest(product, devices, options=options).keeps_weights
-    assert not cheapest(product, devices, options=replace(options, num_kept_products=100)).keeps_weights
+    for less in ({"kept_part": 0.01}, {"kept_share": 0.01}, {"kept_part": 0.0}):
+        assert not cheapest(product, devices, options=replace(options, **less)).keeps_weights
 
 
 def test_a_small_memory_takes_small_tiles() -> None:
@@ -140,25 +158,6 @@ def test_what_a_device_reports_becomes_what_is_planned_with() -> None:
     assert tile_device(WorkerId("a"), profile, cost).memory_bytes == 850
 
 
-def test_the_energy_of_a_plan_by_hand() -> None:
-    product = Product(m=1000, n=1000, q=1000)
-    plan = cheapest(product, equal_devices(4, s_per_flop=2e-10), options=replace(plain, num_tiles=0))
-    # 0.4 s down, 0.1 s of work and 1 s up overlap: 1 s in all.
-    phases = plan.phases(WorkerId("d1"))
-    assert (phases.compute_s, phases.send_s, phases.total_s) == pytest.approx((0.1, 0.9, 1.0))
-    assert energy_j(phases, Speeds(idle_w=10.0, load_w=50.0)) == pytest.approx(50 * 0.1 + 10 * 0.9)
-    assert plan.phases(WorkerId("idle")) == Phases(wait_s=plan.first_s)
-
-
-def test_attention_is_six_products_a_head() -> None:
-    forward, backward = attention_products(128, 64)
-    assert [(p.m, p.n, p.q) for p in forward] == [(128, 64, 128), (128, 128, 64)]
-    assert sum(p.flops for p in backward) == 2 * sum(p.flops for p in forward) == 8 * 2 * 128 * 128 * 64 / 2
-    assert not any(p.has_weight for p in (*forward, *backward))
-    # S comes back: as many bytes up as a whole product would need down, so links of homes are no use for it.
-    assert cheapest(forward[0], published_devices(16, seed=0), Head(s_per_flop=1e-11)).method == "native"
-
-
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -1, 1)])
 def test_products_have_sides(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="sides of 1 or more"):
@@ -170,3 +169,5 @@ def test_elements_have_sizes_and_options_counts() -> None:
         Product(m=1, n=1, q=1, down_bytes=0.0)
     with pytest.raises(ValueError, match="1 or more"):
         Options(num_micro_batches=0)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        Options(kept_share=1.0)

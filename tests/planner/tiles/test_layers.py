@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from potluck.bench.worked import published_devices
 from potluck.planner.tiles.device import TileDevice
 from potluck.planner.tiles.layers import Linear, Mlp, cheapest_linear, cheapest_mlp
 from potluck.planner.tiles.product import Options
 from potluck.planner.tiles.verify import boxes_of, tiling_fault
-from potluck.planner.tiles.worked import published_devices
 from potluck.types.ids import WorkerId
 
 one = (TileDevice(id=WorkerId("d"), down_bytes_per_s=1e6, up_bytes_per_s=1e6, s_per_flop=1e-12),)

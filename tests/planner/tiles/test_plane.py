@@ -20,7 +20,13 @@ def rates(
 ) -> Rates:
     each = [np.full(num, value) for value in (down, up, s_per_flop, 0.5, memory)]
     return Rates(
-        down=each[0], up=each[1], s_per_flop=each[2], fixed_s=each[3], memory=each[4], num_in_flight=np.full(num, 2)
+        down=each[0],
+        up=each[1],
+        s_per_flop=each[2],
+        fixed_s=each[3],
+        memory=each[4],
+        kept=each[4],
+        num_in_flight=np.full(num, 2),
     )
 
 
@@ -39,7 +45,7 @@ def test_the_highest_rectangle_takes_all_the_time(serial: float) -> None:
     fleet = Rates(
         down=np.exp(chance.uniform(3, 7, 50)), up=np.exp(chance.uniform(3, 7, 50)),
         s_per_flop=np.exp(chance.uniform(-9, -5, 50)), fixed_s=chance.uniform(0, 1, 50),
-        memory=np.full(50, np.inf), num_in_flight=np.full(50, 2),
+        memory=np.full(50, np.inf), kept=np.full(50, np.inf), num_in_flight=np.full(50, 2),
     )  # fmt: skip
     whole = Plane(
         rows=1000, cols=1000, down_row=3, down_col=5, down_area=0.1, up_row=1, up_col=2, up_area=0.5, flops_area=7

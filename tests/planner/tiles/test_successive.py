@@ -13,7 +13,9 @@ plane = Plane(rows=400, cols=900, down_row=4, down_col=4, up_area=1, flops_area=
 
 def demand(memory: float, plane: Plane = plane) -> Demand:
     one = np.ones(2)
-    rates = Rates(down=one, up=one, s_per_flop=one, fixed_s=one, memory=one * memory, num_in_flight=np.full(2, 2))
+    rates = Rates(
+        down=one, up=one, s_per_flop=one, fixed_s=one, memory=one * memory, kept=one, num_in_flight=np.full(2, 2)
+    )
     return Demand(plane, rates, serial=0.25)
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from potluck.bench.worked import published_devices, unequal_devices
 from potluck.planner.tiles.bound import lower_bound_s, select
 from potluck.planner.tiles.choose import product_plane
 from potluck.planner.tiles.device import Head, TileDevice, rates_of
 from potluck.planner.tiles.plane import Demand, Plane
-from potluck.planner.tiles.product import Options, Product
+from potluck.planner.tiles.product import Product
 from potluck.planner.tiles.slices import sliced
-from potluck.planner.tiles.strips import best_strips, quick_rectangles
+from potluck.planner.tiles.strips import best_strips
 from potluck.planner.tiles.tiling import demand_fits, slowest_s, stripped, tile_plane
 from potluck.planner.tiles.verify import tiling_fault
-from potluck.planner.tiles.worked import published_devices, unequal_devices
 from potluck.types.ids import WorkerId
 
 
@@ -24,7 +24,7 @@ def fault(tiles: np.ndarray, plane: Plane) -> str:
 
 
 def demand_of(product: Product, devices: tuple[TileDevice, ...]) -> Demand:
-    return Demand(product_plane(product, Options(), inner=product.n), rates_of(devices), serial=0.0)
+    return Demand(product_plane(product, inner=product.n), rates_of(devices), serial=0.0)
 
 
 products = [
@@ -81,9 +81,9 @@ def test_any_small_plane_is_tiled_exactly(seed: int) -> None:
     if found is None:
         assert tile_plane(demand, 1.0) is None
         return
-    for tiles in (tile_plane(demand, found.seconds), quick_rectangles(demand)):
-        if tiles is not None:
-            assert fault(tiles, demand.plane) == "" and demand_fits(demand, tiles)
+    tiles = tile_plane(demand, found.seconds)
+    if tiles is not None:
+        assert fault(tiles, demand.plane) == "" and demand_fits(demand, tiles)
 
 
 def test_slices_use_what_strips_cannot() -> None:
@@ -96,13 +96,6 @@ def test_slices_use_what_strips_cannot() -> None:
     strips, slices = stripped(demand, 0.07), sliced(demand, 0.07)
     assert strips is not None and slices is not None and fault(slices, demand.plane) == ""
     assert slowest_s(demand, slices) < 0.99 * slowest_s(demand, strips)
-
-
-def test_quick_rectangles_are_within_a_tenth_of_the_best() -> None:
-    demand = demand_of(products[0], published_devices(64, seed=3))
-    quick, best = quick_rectangles(demand), tile_plane(demand, 11.0)
-    assert quick is not None and best is not None and fault(quick, demand.plane) == ""
-    assert slowest_s(demand, quick) < 1.1 * slowest_s(demand, best)
 
 
 def test_strips_cover_more_in_more_time() -> None:

@@ -56,7 +56,9 @@ def small_plan(memory_bytes: float = 1e6) -> Plan:
         )
         for i in range(4)
     ]
-    return cheapest(Product(m=400, n=50, q=300), devices, options=Options(may_split_inner=False))
+    return cheapest(
+        Product(m=400, n=50, q=300), devices, options=Options(may_split_inner=False, may_keep_weights=False)
+    )
 
 
 def test_a_good_plan_has_no_fault_and_a_spoilt_one_does() -> None:

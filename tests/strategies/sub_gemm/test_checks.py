@@ -64,6 +64,24 @@ def test_an_error_in_a_row_that_hides_it_is_found_by_multiplying_the_row_again(w
             check_tile(a, b, wrong, wire=wire, generator=generator)
 
 
+def test_long_sums_are_checked_in_short_spans_rather_than_multiplied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = chance(9)
+    a = torch.randn(256, 60_000, generator=generator) * torch.exp(0.5 * torch.randn(256, 1, generator=generator))
+    b = torch.randn(60_000, 256, generator=generator)
+    c = a @ b
+    done = check_tile(a, b, c, wire="fp32", generator=generator)
+    product = 2 * a.numel() * 256
+    assert done.num_rows_again <= 8 and done.flops < 0.4 * product  # of which 8 % a span, for a tile so small
+    wrong = c.clone()
+    wrong[3, 200] += 1e-3 * c.square().mean().sqrt()
+    assert is_refused(a, b, wrong, "fp32", generator)
+    monkeypatch.setattr("potluck.strategies.sub_gemm.checks.least_columns", 1024)
+    whole = check_tile(a, b, c, wire="fp32", generator=generator)
+    assert whole.num_rows_again > 3 * done.num_rows_again and whole.flops < 0.4 * product
+    narrow = check_tile(a[:, :100], b[:100, :20], a[:, :100] @ b[:100, :20], wire="fp32", generator=generator)
+    assert (narrow.num_rows_again, narrow.flops) == (256, 4 * 256 * 100 * 20)
+
+
 def test_tf32_is_not_fp32() -> None:
     generator = chance(4)
     for shape in ((100, 500, 80), (30, 64, 30)):

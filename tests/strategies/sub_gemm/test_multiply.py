@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import torch
 from sub_gemm_played import Played, check_exactly, play, whole_numbers
 
 from potluck.planner.tiles.device import Head
-from potluck.strategies.bag import Bag
+from potluck.strategies.bag import Bag, Operand
 from potluck.strategies.fleet import WorkerInfo
 from potluck.strategies.sub_gemm.multiply import SpreadConfig, SpreadMultiplier
 from potluck.strategies.sub_gemm.product import Matrix, Product
@@ -95,7 +96,8 @@ def test_a_weight_is_sent_once_in_a_step_and_its_plan_made_once() -> None:
     config = SpreadConfig(num_micro_batches=4, least_side=8)
     desk, multiply = PlayedDesk(fleet(1e8, 1e8, 1e8)), multiplier(config)
     weight = whole_numbers(8, 256, 192).b.values
-    for _ in range(2):
+    plans: list[int] = []
+    for _ in range(3):
         desk.new_step(multiply)
         sent: list[int] = []
         for micro_batch in range(4):
@@ -106,11 +108,12 @@ def test_a_weight_is_sent_once_in_a_step_and_its_plan_made_once() -> None:
             sent.append(sum(multiply.log.tally.down_bytes.values()) - before)
         assert sent[0] - sent[1] == weight.nbytes  # each device has its own columns
         assert sent[1] == sent[2] == sent[3]
-    assert multiply.log.num_plans == 0
+        plans.append(multiply.log.num_plans)
+    assert plans == [1, 1, 0]  # when it first came, when it was known what a step asks for, and then no more
 
 
 def test_a_transposed_weight_has_the_shards_of_the_weight() -> None:
-    desk, multiply = PlayedDesk(fleet(1e8)), multiplier(SpreadConfig(num_tiles=1, least_side=8))
+    desk, multiply = PlayedDesk(fleet(1e8)), multiplier(SpreadConfig(num_tiles=1, least_side=8, num_micro_batches=2))
     desk.new_step(multiply)
     weight = whole_numbers(8, 64, 48).b.values
     x, grad = whole_numbers(16, 64, 8).a.values, whole_numbers(16, 48, 8).a.values
@@ -223,3 +226,33 @@ def test_a_joiner_with_an_unknown_link_gets_tiles_beside_quick_ones() -> None:
             multiply(whole_numbers(256, 64, 192))
             devices[0].is_measured = devices[1].is_measured = True
         assert multiply.log.tally.up_bytes[devices[2].id] > 256 * 192 * 4 / 5
+
+
+def test_weights_of_a_whole_step_share_the_memory_that_devices_have() -> None:
+    config = SpreadConfig(least_side=8, num_micro_batches=3, may_split_inner=False)
+    weights = [whole_numbers(8, 64, 128, seed=i).b.values for i in range(8)]
+    memory = 3 * weights[0].nbytes
+    desk, multiply = PlayedDesk(fleet(1e8, 1e8, memory=memory)), multiplier(config)
+    for step in range(3):
+        desk.new_step(multiply)
+        again: list[set[int]] = []
+        for micro_batch in range(config.num_micro_batches):
+            sent: set[int] = set()
+            for i, weight in enumerate(weights):
+                before = sum(multiply.log.tally.down_bytes.values())
+                x = Matrix(whole_numbers(16, 64, 8, seed=micro_batch).a.values, f"{micro_batch}/x{i}")
+                result = multiply(Product(x, Matrix(weight, f"w{i}", is_weight=True), "forward", f"h.{i}"))
+                assert torch.equal(result, x.values @ weight)
+                if sum(multiply.log.tally.down_bytes.values()) - before >= weight.nbytes:
+                    sent.add(i)
+            again.append(sent)
+        for device in desk.devices:
+            kept = {name: bytes_of(name) for name in device.kept if Operand.stays(name)}
+            assert memory / 8 < sum(kept.values()) <= memory / 2, f"{device.id} in step {step}"
+        assert again[0] == set(range(8)) and again[1] == again[2] and 0 < len(again[1]) < 8
+
+
+def bytes_of(name: str) -> int:
+    """Of a shard in fp32, by the ranges in its name."""
+    row0, row1, col0, col1 = map(int, re.findall(r"\d+", name.rpartition("[")[2]))
+    return 4 * (row1 - row0) * (col1 - col0)

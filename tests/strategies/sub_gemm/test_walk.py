@@ -36,7 +36,10 @@ def test_a_real_step_asks_for_the_same(config: dict[str, Any], logits_bytes: int
         return product.a.values @ product.b.values
 
     model.gradient([torch.zeros(2, 9, dtype=torch.int64)], num_sequences=2, multiplier=multiply)
-    assert asked_products(config, num_tokens=16, logits_bytes=logits_bytes) == seen
+    asked: Counter[Asked] = Counter()
+    for product, count in asked_products(config, num_tokens=16, logits_bytes=logits_bytes).items():
+        asked[product._replace(times=1)] += product.times * count
+    assert asked == seen
 
 
 def test_a_model_of_many_billions_is_read_without_values() -> None:

@@ -10,8 +10,10 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors.torch import save_file
@@ -90,11 +92,18 @@ def watch(path: str) -> None:
     """
     issue, take, lose, result = TileBag.issue, TileBag.take, TileBag.lose, TileBag.result
     file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - as long as the process
+    numbers: WeakKeyDictionary[TileBag, int] = WeakKeyDictionary()
     sent_before: dict[int, list[_Rectangle]] = {}
     anew: set[Piece] = set()
+    last = count()
+
+    def number(bag: TileBag) -> int:
+        if bag not in numbers:
+            numbers[bag] = next(last)
+        return numbers[bag]
 
     def note(bag: TileBag, what: str, **more: Any) -> None:
-        line = {"time": time.time(), "product": id(bag), "what": what, **more}
+        line = {"time": time.time(), "product": number(bag), "what": what, **more}
         file.write(json.dumps(line) + "\n")
 
     def issued(bag: TileBag, here: Sequence[WorkerInfo], now: float) -> Any:
@@ -103,7 +112,7 @@ def watch(path: str) -> None:
         if bag.tally.num_late > num_late:
             note(bag, "late")
         for worker, piece in sent:
-            before, own = sent_before.setdefault(id(bag), []), _rectangle(piece)
+            before, own = sent_before.setdefault(number(bag), []), _rectangle(piece)
             if any(own.overlaps(other) for other in before):
                 anew.add(piece)
             before.append(own)
@@ -123,7 +132,7 @@ def watch(path: str) -> None:
     def ended(bag: TileBag) -> Tensor:
         values = result(bag)
         note(bag, "ended")
-        sent_before.pop(id(bag), None)
+        sent_before.pop(number(bag), None)
         anew.clear()
         return values
 

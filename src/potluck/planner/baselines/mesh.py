@@ -6,8 +6,9 @@ share weights sum gradients once, 2 (D - 1) / D of them each way:
 
     bytes each way, a device = 4 L 2 (T - 1)/T (tokens / D) d b  +  2 (D - 1)/D (params / T) b
 
-D and T are the quickest there are with T at most the number of heads and D that of sequences. All devices get the same:
-the slowest link and processor in use bind everybody, and devices are left out where that pays.
+T is a divisor of the number of heads and D the most that devices and sequences allow, or half of it, a quarter and so
+on: the quickest of those. All devices get the same: the slowest link and processor in use bind everybody, and devices
+are left out where that pays.
 
 Zheng et al. 2022, arXiv:2201.12023 ("Alpa"): this is the part of their space that 2-D meshes have inside a layer, with
 the sharding of Shoeybi et al. 2019, arXiv:1909.08053. Work and transfers of a layer overlap by the rule of layered.py.

@@ -76,9 +76,8 @@ def quickest(made: Sequence[Pipeline]) -> Pipeline | None:
     return min([p for p in made if p.needs_bytes <= p.has_bytes] or made, key=lambda p: p.seconds, default=None)
 
 
-def pipeline_time(model: LayeredModel, devices: Sequence[TileDevice]) -> BaselineTime | None:
-    """None if the devices are too few."""
-    made = pipelines(model, devices)
+def pipeline_time(made: Sequence[Pipeline]) -> BaselineTime | None:
+    """The quickest of all `pipelines`. None if the devices are too few."""
     best = quickest(made)
     if best is None:
         return None

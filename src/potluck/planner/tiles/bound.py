@@ -106,7 +106,9 @@ def select(
         if count > len(order):
             return None
         chosen = order[:count]
-        if np.sqrt(areas[chosen]).mean() < _side_margin * min(least_side, demand.plane.rows, demand.plane.cols):
+        if count > max(1.0, total / least_side**2) or np.sqrt(areas[chosen]).mean() < min(
+            _side_margin * least_side, demand.plane.rows, demand.plane.cols
+        ):
             return None
         rows, cols = rows[chosen], cols[chosen]
         if shared_times(demand.plane, head, rows, cols).most_s > share * seconds:
@@ -137,6 +139,7 @@ class SharedTimes:
     egress_s: float
     ingress_s: float
     head_s: float
+    check_flops: float
 
     @property
     def most_s(self) -> float:
@@ -145,13 +148,15 @@ class SharedTimes:
 
 def shared_times(plane: Plane, head: Head, rows: Floats, cols: Floats, *, added_elements: float = 0.0) -> SharedTimes:
     """Of rectangles `rows` x `cols`, whose results have `added_elements` that are added to others."""
-    check_flops = plane.check_side * (rows + cols).sum() + plane.check_area * (rows * cols).sum()
+    check_flops = head.num_check_vectors * float(
+        plane.check_side * (rows + cols).sum() + plane.check_area * (rows * cols).sum()
+    )
     down_bytes, up_bytes = float(plane.down_bytes(rows, cols).sum()), float(plane.up_bytes(rows, cols).sum())
     return SharedTimes(
         down_bytes=down_bytes,
         up_bytes=up_bytes,
         egress_s=down_bytes / head.egress_bytes_per_s,
         ingress_s=up_bytes / head.ingress_bytes_per_s,
-        head_s=float(head.num_check_vectors * head.check_s_per_flop * check_flops)
-        + head.add_s_per_element * added_elements,
+        head_s=head.check_s_per_flop * check_flops + head.add_s_per_element * added_elements,
+        check_flops=check_flops,
     )

@@ -40,6 +40,8 @@ _rough, _precise = 0.01, 5e-4
 """Of an estimate, before and after it is known which are worth a look."""
 _most_sampled = 1024
 """Of larger fleets that many devices stand for all in the first estimate."""
+_most_guessed = 256
+"""The same where only the gain of kept weights is to be known."""
 _worth_a_look = 1.2
 """Alternatives whose estimate is within this factor of the best are laid out and priced."""
 
@@ -65,7 +67,7 @@ def cheapest(
     head, options = head or Head(), options or Options()
     if not devices:
         return native(product, devices, head, options, "there is no device")
-    rates = rates_of(devices, num_tiles=options.num_tiles)
+    rates = _rates(devices, options)
     plans: list[Plan] = []
     num_rounds = 1
     while not plans and num_rounds <= _most_rounds:
@@ -81,6 +83,26 @@ def cheapest(
         return native(product, devices, head, options, reason)
     verify(best)
     return replace(best, reason=compared(plans, best))
+
+
+def keeping(product: Product, devices: Sequence[TileDevice], head: Head, options: Options) -> Plan | None:
+    """The quickest plan that keeps the weight; None where no device has the memory for its part of it."""
+    layer = _Layer(product, devices, _rates(devices, options), head, options, 1)
+    plans = [plan for way in layer.ways(only_kept=True) if (plan := layer.lay_out(way)) is not None]
+    if not plans:
+        return None
+    best = pick(plans, None)
+    verify(best)
+    return replace(best, reason=compared(plans, best))
+
+
+def _rates(devices: Sequence[TileDevice], options: Options) -> Rates:
+    return rates_of(devices, num_tiles=options.num_tiles, room_share=options.room_share, kept_part=options.kept_part)
+
+
+def estimated_gain_s(product: Product, devices: Sequence[TileDevice], head: Head, options: Options) -> float:
+    """About what a weight that is kept saves in an optimizer step, the inner dimension not split; 0 where it cannot."""
+    return _Layer(product, devices, _rates(devices, options), head, options, 1).gain_s()
 
 
 def compared(plans: Sequence[Plan], best: Plan) -> str:
@@ -123,14 +145,15 @@ def native(product: Product, devices: Sequence[TileDevice], head: Head, options:
         egress_s=0.0,
         ingress_s=0.0,
         head_s=native_s,
+        check_flops=0.0,
         reason=reason,
     )
 
 
-def product_plane(
-    product: Product, options: Options, *, inner: int, keeps: bool = False, kept_for: float = 1.0
-) -> Plane:
-    """The plane of C for `inner` of n. `keeps`: columns of B stay; their bytes count as those of one of `kept_for`."""
+def product_plane(product: Product, *, inner: int, keeps: bool = False, kept_for: float = 1.0) -> Plane:
+    """The plane of C for `inner` of n. `keeps`: columns of B stay, as they were sent; their bytes count as those of one
+    of `kept_for`.
+    """
     return Plane(
         rows=product.m,
         cols=product.q,
@@ -141,7 +164,7 @@ def product_plane(
         held_row=inner * product.held_bytes,
         held_col=inner * product.held_bytes,
         held_area=product.held_bytes,
-        kept_col=inner * product.held_bytes * options.num_kept_products if keeps else 0.0,
+        kept_col=inner * product.down_bytes if keeps else 0.0,
         check_side=2.0 * inner,
         check_area=2.0,
     )
@@ -171,13 +194,14 @@ class _Layer:
         self.rates = rates.in_turns(num_rounds)
         self.sample = sample(self.rates, _most_sampled)
         self.lower_bound_s = lower_bound_s(product, rates)
+        self.may_keep = product.has_weight and options.num_micro_batches > 1 and bool((self.rates.kept > 0).any())
         self.head, self.options = head, options
 
-    def ways(self) -> list[_Way]:
+    def ways(self, *, only_kept: bool = False) -> list[_Way]:
         """Plain, and the most promising of each other kind."""
-        spreads = [0.0]
+        spreads = [] if only_kept else [0.0]
         num = self.options.num_micro_batches
-        if self.options.may_keep_weights and self.product.has_weight and num > 1:
+        if self.may_keep:
             spreads += [1.0, math.sqrt(num), float(num)]
         found = [way for spread in spreads for way in self._splits(spread)]
         kinds: dict[tuple[bool, float], _Way] = {}
@@ -189,6 +213,13 @@ class _Layer:
         looked_at = [way for kind, way in kinds.items() if way.seconds <= _worth_a_look * best_s or not kind[0]]
         finer = [self._estimate(way.num_inner_parts, way.kept_for, self.rates, near_s=way.seconds) for way in looked_at]
         return [way for way in finer if way is not None]
+
+    def gain_s(self) -> float:
+        """See `estimated_gain_s`."""
+        num = self.options.num_micro_batches
+        few = sample(self.rates, _most_guessed)
+        plain, kept = (self._estimate(1, spread, few, precision=_rough, near_s=None) for spread in (0.0, float(num)))
+        return num * max(0.0, plain.seconds - kept.seconds) if plain and kept else 0.0
 
     def _splits(self, kept_for: float) -> list[_Way]:
         """For more and more parts of n, as long as that helps."""
@@ -226,7 +257,7 @@ class _Layer:
 
     def _demand(self, rates: Rates, *, inner: int, kept_for: float) -> Demand:
         """`kept_for` as in `_Way`."""
-        plane = product_plane(self.product, self.options, inner=inner, keeps=kept_for > 0, kept_for=max(kept_for, 1.0))
+        plane = product_plane(self.product, inner=inner, keeps=kept_for > 0, kept_for=max(kept_for, 1.0))
         return Demand(plane, rates, serial=1.0 / self.options.num_tiles if self.options.num_tiles else 0.0)
 
     def lay_out(self, way: _Way) -> Plan | None:
@@ -239,7 +270,7 @@ class _Layer:
         first = price(parts, self.head, num_tiles, added_elements=added)
         later = first
         if way.keeps_weights:
-            held = [part.later(keeps_cols=True) for part in parts]
+            held = [part.later() for part in parts]
             later = price(held, self.head, num_tiles, added_elements=added)
         return Plan(
             product=self.product,
@@ -258,6 +289,7 @@ class _Layer:
             egress_s=first.shared.egress_s,
             ingress_s=first.shared.ingress_s,
             head_s=first.shared.head_s,
+            check_flops=first.shared.check_flops,
             reason="",
         )
 
@@ -330,6 +362,15 @@ class _Layer:
             ])  # fmt: skip
             depths = depths * np.clip(times.mean() / times, 0.5, 2.0)
             depths = np.maximum(depths * (num / depths.sum()), 1.0)
-        whole = np.maximum(np.floor(depths), 1).astype(np.int64)
-        whole[np.argsort(whole - depths, kind="stable")[: num - int(whole.sum())]] += 1
-        return whole
+        return whole_depths(depths, num)
+
+
+def whole_depths(depths: Floats, num: int) -> Ints:
+    """Whole numbers of 1 or more near `depths`, `num` together."""
+    whole = np.maximum(np.floor(depths), 1).astype(np.int64)
+    missing = num - int(whole.sum())
+    if missing < 0:
+        whole[np.argmax(whole)] += missing
+    else:
+        whole[np.argsort(whole - depths, kind="stable")[:missing]] += 1
+    return whole

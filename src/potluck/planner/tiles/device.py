@@ -89,7 +89,8 @@ class Rates:
     up: Floats
     s_per_flop: Floats
     fixed_s: Floats  # round trip and calls, whatever the tile
-    memory: Floats
+    memory: Floats  # for the tiles that it has at a time
+    kept: Floats  # for the weights of this product that it keeps, beside those
     num_in_flight: Ints
 
     def __len__(self) -> int:
@@ -102,11 +103,14 @@ class Rates:
             s_per_flop=self.s_per_flop[chosen],
             fixed_s=self.fixed_s[chosen],
             memory=self.memory[chosen],
+            kept=self.kept[chosen],
             num_in_flight=self.num_in_flight[chosen],
         )
 
     def in_turns(self, num_rounds: int) -> Rates:
-        """Every device `num_rounds` times, each time with its share. Tiles of two turns may be held at a time."""
+        """Every device `num_rounds` times, each time with its share. Tiles of two turns may be held at a time, and
+        nothing is kept.
+        """
         if num_rounds == 1:
             return self
         taken = self.take(np.repeat(np.arange(len(self)), num_rounds))
@@ -116,12 +120,18 @@ class Rates:
             s_per_flop=taken.s_per_flop * num_rounds,
             fixed_s=taken.fixed_s,
             memory=taken.memory / taken.num_in_flight,
+            kept=np.zeros_like(taken.kept),
             num_in_flight=taken.num_in_flight,
         )
 
 
-def rates_of(devices: Sequence[TileDevice], *, num_tiles: int = 1) -> Rates:
-    """ValueError for a device whose numbers are none: rates above 0, times of 0 or more."""
+def rates_of(
+    devices: Sequence[TileDevice], *, num_tiles: int = 1, room_share: float = 0.0, kept_part: float = 1.0
+) -> Rates:
+    """`room_share` of their memory is for kept weights, `kept_part` of that for one product's.
+
+    ValueError for a device whose numbers are none: rates above 0, times of 0 or more.
+    """
     rows = [(d.down_bytes_per_s, d.up_bytes_per_s, d.s_per_flop, d.s_per_tile, d.rtt_s, d.memory_bytes, d.num_in_flight)
             for d in devices]  # fmt: skip
     down, up, s_per_flop, s_per_tile, rtt_s, memory, num_in_flight = np.array(rows, dtype=np.float64).reshape(-1, 7).T
@@ -134,6 +144,7 @@ def rates_of(devices: Sequence[TileDevice], *, num_tiles: int = 1) -> Rates:
         up=up,
         s_per_flop=s_per_flop,
         fixed_s=rtt_s + max(1, num_tiles) * s_per_tile,
-        memory=memory,
+        memory=memory * (1 - room_share),
+        kept=memory * room_share * kept_part if room_share * kept_part else np.zeros_like(memory),
         num_in_flight=num_in_flight.astype(np.int64),
     )

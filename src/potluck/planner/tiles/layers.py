@@ -147,7 +147,7 @@ def _stay_planes(linear: Linear, options: Options) -> tuple[Plane, Plane]:
     """Forward, and backward; the weight's gradient goes up once for all micro-batches."""
     d, kept_for = linear.in_dim, options.num_micro_batches
     down, up, held = linear.down_bytes, linear.up_bytes, linear.held_bytes
-    kept = d * held * options.num_kept_products if kept_for > 1 else 0.0
+    kept = d * down if kept_for > 1 and options.may_keep_weights else 0.0
     forward = Plane(
         rows=linear.num_tokens,
         cols=linear.out_dim,
@@ -191,7 +191,7 @@ def _fused_plane(mlp: Mlp, options: Options) -> Plane:
         held_row=2 * d * mlp.held_bytes,
         held_col=num * d * mlp.held_bytes,
         held_area=(num - 1) * mlp.held_bytes,
-        kept_col=num * d * mlp.held_bytes * options.num_kept_products if keeps else 0.0,
+        kept_col=num * d * mlp.down_bytes if keeps else 0.0,
         strips="rows",
     )
 
@@ -202,7 +202,7 @@ def _laid_out(
     """The same rectangles for passes that follow each other. Their columns are kept where the planes say so."""
     if not devices:
         return None
-    rates = rates_of(devices, num_tiles=options.num_tiles)
+    rates = rates_of(devices, num_tiles=options.num_tiles, room_share=options.room_share, kept_part=options.kept_part)
     keeps = planes[0].kept_col > 0
     num = options.num_micro_batches if keeps else 1
     demand = Demand(_mean(planes, num), rates, serial=1.0 / options.num_tiles if options.num_tiles else 0.0)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from potluck.planner.cost import Phases
 from potluck.planner.tiles.device import TileDevice
 from potluck.planner.tiles.product import Options, Product
 from potluck.types.ids import WorkerId
@@ -83,6 +82,7 @@ class Plan:
     egress_s: float  # of the first micro-batch
     ingress_s: float
     head_s: float  # checks and sums
+    check_flops: float  # of the head in each micro-batch: Freivalds' check of every tile
     reason: str  # why this and not another
 
     @property
@@ -104,17 +104,6 @@ class Plan:
         num = self.options.num_micro_batches
         return self.first_down_bytes + (num - 1) * self.later_down_bytes + num * self.up_bytes
 
-    def phases(self, worker: WorkerId) -> Phases:
-        """Of a device in the first micro-batch, for `cost.energy_j`. Of what overlaps, work counts before sending."""
-        load = self.loads.get(worker)
-        if load is None:
-            return Phases(wait_s=self.first_s)
-        compute_s = min(load.compute_s, self.first_s)
-        send_s = min(load.up_s, self.first_s - compute_s)
-        receive_s = min(load.down_s, self.first_s - compute_s - send_s)
-        wait_s = self.first_s - compute_s - send_s - receive_s
-        return Phases(compute_s=compute_s, send_s=send_s, receive_s=receive_s, wait_s=wait_s)
-
     @cached_property
     def bindings(self) -> Counter[Binding]:
         """How many devices each resource binds."""
@@ -131,6 +120,11 @@ class Plan:
             "devices": devices_s, "egress": self.egress_s, "ingress": self.ingress_s, "head": self.head_s,
         }  # fmt: skip
         return max(times, key=lambda name: times[name])
+
+    @property
+    def binds(self) -> Binding | Shared:
+        """The coordinator's link, the head, or what binds most of the devices."""
+        return self.bindings.most_common(1)[0][0] if self.slowest == "devices" and self.loads else self.slowest
 
     @property
     def assumptions(self) -> str:

@@ -37,7 +37,7 @@ class Plane:
     held_row: float = 0.0
     held_col: float = 0.0
     held_area: float = 0.0
-    kept_row: float = 0.0  # kept for later micro-batches
+    kept_row: float = 0.0  # kept for later micro-batches, beside what is held
     kept_col: float = 0.0
     check_side: float = 0.0  # FLOPs of Freivalds' check for each random vector, and row or column of a tile
     check_area: float = 0.0
@@ -80,9 +80,7 @@ class Demand:
         self.serial = serial
         self._s_per_down = 1.0 / rates.down
         self._s_per_up = 1.0 / rates.up
-        keeps = plane.kept_row + plane.kept_col > 0
-        self.kept_bytes = rates.memory / 2
-        self.panel_bytes = rates.memory / (4 if keeps else 2)
+        self.panel_bytes = rates.memory / 2
         self.window_bytes = self.panel_bytes / rates.num_in_flight
         """For one tile's own operands and result; the operand that all tiles of a device share is the panel."""
         self._has_room = bool(np.isinf(rates.memory).all())
@@ -159,7 +157,7 @@ class Demand:
             case "either":
                 most = np.where(streams_rows, np.inf, streams_cols)
         if plane.kept_row:
-            most = np.minimum(most, self.kept_bytes / plane.kept_row)
+            most = np.minimum(most, self.rates.kept / plane.kept_row)
         if plane.kept_col:
-            most = np.where(plane.kept_col * widths <= self.kept_bytes, most, 0.0)
+            most = np.where(plane.kept_col * widths <= self.rates.kept, most, 0.0)
         return most

@@ -36,12 +36,9 @@ class Part:
     def cols(self) -> Floats:
         return (self.rectangles[:, 4] - self.rectangles[:, 3]).astype(np.float64)
 
-    def later(self, *, keeps_rows: bool = False, keeps_cols: bool = False) -> Part:
-        """The same where devices hold their rows of A, or columns of B, already."""
-        plane = self.demand.plane
-        plane = replace(
-            plane, down_row=0.0 if keeps_rows else plane.down_row, down_col=0.0 if keeps_cols else plane.down_col
-        )
+    def later(self) -> Part:
+        """The same where devices hold their columns of B already."""
+        plane = replace(self.demand.plane, down_col=0.0)
         return replace(self, demand=Demand(plane, self.demand.rates, serial=self.demand.serial))
 
 
@@ -67,7 +64,7 @@ class Price:
 def price(parts: Sequence[Part], head: Head, num_tiles: int, *, added_elements: float = 0.0) -> Price:
     """`num_tiles` as in `Options`; `added_elements` are results that the head adds to others."""
     times: list[Floats] = []
-    totals = np.array([0.0, 0.0, 0.0, 0.0, head.add_s_per_element * added_elements])
+    totals = np.array([0.0, 0.0, 0.0, 0.0, head.add_s_per_element * added_elements, 0.0])
     for part in parts:
         counts = successive_tiles(part.demand, part.rectangles, num_tiles)[1]
         first_s, most_s = _pipeline(part, counts[counts[:, 0] == 0, 1], num_tiles)

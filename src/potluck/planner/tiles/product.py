@@ -47,16 +47,6 @@ class Product:
         return self.kind != "weight_gradient"
 
 
-def attention_products(seq_len: int, head_dim: int) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
-    """Forward and backward of one head of one sequence, [S, d_h] each of Q, K and V; nothing in them is a weight.
-
-    S = Q K', O = P V;  dP = dO V', dV = P' dO, dQ = dS K, dK = dS' Q.
-    """
-    scores = Product(m=seq_len, n=head_dim, q=seq_len, kind="weight_gradient")
-    mixed = Product(m=seq_len, n=seq_len, q=head_dim, kind="weight_gradient")
-    return (scores, mixed), (scores, mixed, mixed, mixed)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What a plan may do, and what it assumes."""
@@ -65,8 +55,10 @@ class Options:
     """Products of this shape with the same weight in one optimizer step: what is kept of it is sent once."""
     may_keep_weights: bool = True
     may_split_inner: bool = True
-    num_kept_products: int = 1
-    """Products that share a device's memory for weights that it keeps."""
+    kept_share: float = 0.5
+    """Of each device's memory, for all weights that it keeps over a step; the rest is for tiles of any product."""
+    kept_part: float = 1.0
+    """Of that, what this product may take. 0 where it keeps nothing and others do."""
     num_tiles: int = 4
     """Tiles into which a device's part is cut, so that transfers and work overlap; 0 assumes that they do fully."""
     least_side: int = 64
@@ -75,7 +67,12 @@ class Options:
     """An alternative to the plain plan that saves less than this share of its time is not taken."""
 
     def __post_init__(self) -> None:
-        if self.num_micro_batches < 1 or self.num_kept_products < 1 or self.num_tiles < 0 or self.least_side < 1:
-            raise ValueError(
-                "num_micro_batches, num_kept_products and least_side are 1 or more, and num_tiles 0 or more"
-            )
+        if self.num_micro_batches < 1 or self.num_tiles < 0 or self.least_side < 1:
+            raise ValueError("num_micro_batches and least_side are 1 or more, and num_tiles 0 or more")
+        if not (0 <= self.kept_share < 1 and 0 <= self.kept_part <= 1):
+            raise ValueError(f"shares of memory are from 0 to 1, and these {self.kept_share:g} and {self.kept_part:g}")
+
+    @property
+    def room_share(self) -> float:
+        """Of each device's memory, for weights that are kept by any product."""
+        return self.kept_share if self.may_keep_weights else 0.0

@@ -29,10 +29,7 @@ _rough_rows = 1e-8
 _rough = 1e-4
 """Of all columns: as exactly as the best strips need to be known while they are looked for."""
 _most_growth = 1.5
-_num_attempts = 60
 _num_balancings = 6
-_num_quick_widths = 32
-_longest_s = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +41,11 @@ class Strips:
     ends: Ints
 
 
-def best_strips(demand: Demand, order: Ints, seconds: float, *, num_widths: int = _num_widths) -> tuple[Strips, float]:
+def best_strips(demand: Demand, order: Ints, seconds: float) -> tuple[Strips, float]:
     """The strips of the module's docstring for T = `seconds`, and the columns that they cover."""
     ordered = demand.take(order)
     num, rows, cols = len(order), demand.plane.rows, demand.plane.cols
-    widths = _width_grid(ordered, seconds, num_widths)
+    widths = _width_grid(ordered, seconds)
     heights = ordered.heights(widths[:, np.newaxis], seconds)
     best, choice = np.empty(num + 1), np.empty(num, dtype=np.int64)
     following = np.empty((num, len(widths)), dtype=np.int64)
@@ -69,7 +66,7 @@ def best_strips(demand: Demand, order: Ints, seconds: float, *, num_widths: int 
     return strips, float(_Group(demand, strips).widths(seconds, _rough * cols).sum())
 
 
-def _width_grid(demand: Demand, seconds: float, num_widths: int) -> Floats:
+def _width_grid(demand: Demand, seconds: float) -> Floats:
     """Widths worth trying: from narrow for the weakest device to the widest that the strongest can take a row of."""
     coarse = np.geomspace(1.0, demand.plane.cols, 48)
     areas = coarse[:, np.newaxis] * demand.heights(coarse[:, np.newaxis], seconds)
@@ -78,7 +75,7 @@ def _width_grid(demand: Demand, seconds: float, num_widths: int) -> Floats:
         return coarse
     low = max(1.0, 0.4 * float(np.percentile(useful, 2)))
     high = float(coarse[np.nonzero(areas.max(axis=1) > 0)[0][-1]])
-    return np.geomspace(min(low, high / 2), high, num_widths)
+    return np.geomspace(min(low, high / 2), high, _num_widths)
 
 
 class _Group:
@@ -132,46 +129,6 @@ def whole_rectangles(demand: Demand, strips: Strips, seconds: float) -> Ints | N
     start_s = _balanced_s(group, seconds)
     end_s = start_s and _least_s(lambda s: float(group.whole_widths(s).sum()) >= group.cols, start_s, 2e-4)
     return None if end_s is None else _placed(group, group.whole_widths(end_s), end_s)
-
-
-def quick_rectangles(demand: Demand) -> Ints | None:
-    """As `whole_rectangles`, within some per cent of the best, in a few milliseconds for a hundred devices.
-
-    None where no time is enough, for want of memory.
-    """
-    seconds = _by_area_s(demand)
-    if seconds is None:
-        return None
-    order = np.argsort(-demand.rates.down, kind="stable")
-    directions = (demand, demand.transposed())
-    for _ in range(_num_attempts):
-        found = [best_strips(direction, order, seconds, num_widths=_num_quick_widths) for direction in directions]
-        covered = [columns / direction.plane.cols for direction, (_, columns) in zip(directions, found, strict=True)]
-        is_turned = covered[1] > covered[0]
-        if max(covered) >= 1.0:
-            group = _Group(directions[is_turned], found[is_turned][0])
-            widths = group.whole_widths(seconds)
-            if widths.sum() >= group.cols:
-                tiles = _placed(group, widths, seconds)
-                return tiles[:, [0, 3, 4, 1, 2]] if is_turned else tiles
-        seconds *= min(max(1.03, max(*covered, 0.3) ** -0.6), 1.5)
-    return None
-
-
-def _by_area_s(demand: Demand) -> float | None:
-    """About when the areas of all devices together are the plane's, a little later; None where memory forbids."""
-    widths = np.geomspace(1.0, demand.plane.cols, 12)[:, np.newaxis]
-    total = demand.plane.rows * demand.plane.cols
-    low, high = 0.0, 1e-3
-    while (widths * demand.heights(widths, high)).max(axis=0).sum() < total:
-        low, high = high, high * 4
-        if high > _longest_s:
-            return None
-    for _ in range(7):
-        middle = (low + high) / 2
-        enough = (widths * demand.heights(widths, middle)).max(axis=0).sum() >= total
-        low, high = (low, middle) if enough else (middle, high)
-    return high * 1.02
 
 
 def _placed(group: _Group, widths: Floats, seconds: float) -> Ints:

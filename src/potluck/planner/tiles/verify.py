@@ -12,14 +12,14 @@ from itertools import product as combinations
 
 import numpy as np
 
-from potluck.planner.tiles.device import Ints
+from potluck.planner.tiles.device import Floats, Ints
 from potluck.planner.tiles.plan import Plan, Tile
 
 
 def faults(plan: Plan) -> str:
     """What is wrong with a plan, in a sentence; empty where nothing is."""
     if not plan.tiles:
-        return "" if plan.method == "native" else "it has no tile"
+        return ""
     boxes = boxes_of(plan.tiles)
     whole = (0, plan.product.m, 0, plan.product.q, 0, plan.product.n)
     return tiling_fault(boxes, whole) or memory_fault(plan, boxes)
@@ -71,15 +71,32 @@ def memory_fault(plan: Plan, boxes: Ints) -> str:
     owners = np.array([places[tile.device] for tile in plan.tiles])
     order = np.argsort(owners, kind="stable")
     boxes, owners = boxes[order], owners[order]
-    limits = np.array([device.memory_bytes for device in plan.devices])
+    memory = np.array([device.memory_bytes for device in plan.devices])
     in_flight = np.array([device.num_in_flight for device in plan.devices])
+    limits = memory * (1 - plan.options.room_share)
     need = held_bytes(plan, boxes, owners, in_flight)
     over = need > limits[owners] * (1 + 1e-9)
-    if not over.any():
+    if over.any():
+        worst = int(np.argmax(need / np.maximum(limits[owners], 1.0)))
+        device, limit = plan.devices[int(owners[worst])], limits[owners[worst]]
+        return f"{device.id} needs {need[worst]:.0f} bytes for {boxes[worst].tolist()} and has {limit:.0f}"
+    if not plan.keeps_weights:
         return ""
-    worst = int(np.argmax(need / np.maximum(limits[owners], 1.0)))
-    device = plan.devices[int(owners[worst])]
-    return f"{device.id} needs {need[worst]:.0f} bytes for {boxes[worst].tolist()} and has {device.memory_bytes:.0f}"
+    kept = kept_bytes(plan)
+    over = kept > memory * plan.options.room_share * plan.options.kept_part * (1 + 1e-9)
+    if over.any():
+        return f"{plan.devices[int(over.argmax())].id} is to keep {kept[over.argmax()]:.0f} bytes of the weight"
+    return ""
+
+
+def kept_bytes(plan: Plan) -> Floats:
+    """Of B, as it is sent, that each device keeps. [num_devices]"""
+    places = {device.id: i for i, device in enumerate(plan.devices)}
+    kept = np.zeros(len(plan.devices))
+    if plan.keeps_weights:
+        for device, col0, col1, k0, k1 in {(t.device, t.col0, t.col1, t.k0, t.k1) for t in plan.tiles}:
+            kept[places[device]] += (col1 - col0) * (k1 - k0) * plan.product.down_bytes
+    return kept
 
 
 def held_bytes(plan: Plan, boxes: Ints, owners: Ints, in_flight: Ints) -> np.ndarray:
@@ -99,8 +116,4 @@ def held_bytes(plan: Plan, boxes: Ints, owners: Ints, in_flight: Ints) -> np.nda
     for ahead in range(1, min(int(in_flight.max()), len(boxes))):
         belongs = (owners[ahead:] == owners[:-ahead]) & (in_flight[owners[ahead:]] > ahead)
         need[:-ahead] += np.where(belongs, fresh[ahead:], 0.0)
-    kept = np.zeros(len(plan.devices))
-    if plan.keeps_weights:
-        np.add.at(kept, owners, right * np.where(np.concatenate(([False], shares_right)), 0.0, 1.0))
-        kept *= plan.options.num_kept_products
-    return plan.product.held_bytes * (need + kept[owners])
+    return plan.product.held_bytes * need

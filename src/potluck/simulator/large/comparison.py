@@ -18,7 +18,7 @@ from potluck.simulator.fleet_files import FleetFile
 from potluck.simulator.fleets import Device, Machine, machines
 from potluck.simulator.large.recovery import RecoveryTimes, recovery_times
 from potluck.simulator.large.sub_gemm import Step, plannable, simulate_step, tile_devices
-from potluck.strategies.sub_gemm.multiply import wire_sizes
+from potluck.strategies.sub_gemm.plans import wire_sizes
 from potluck.strategies.sub_gemm.strategy import SubGEMM, spread_config
 from potluck.strategies.sub_gemm.walk import Asked, asked_products
 from potluck.types.errors import RecipeError
@@ -61,11 +61,11 @@ class _Batch:
         self.spread = spread_config(config, inner)
         num_tokens = inner.batch_size * plan.spec.seq_len
         asked = asked_products(dict(plan.spec.model_config_json), num_tokens=num_tokens)
-        self.products = plannable(asked, wire=config.wire)
+        self.uses = plannable(asked, wire=config.wire, num_micro_batches=self.spread.num_micro_batches)
         self.model = layered(plan, asked, num_tokens=num_tokens, wire_bytes=wire_sizes[config.wire].down)
 
     def on(self, found: Sequence[Machine], devices: Sequence[TileDevice], head: Head) -> Case:
-        step = simulate_step(self.products, devices, found, head=head, options=self.spread.options)
+        step = simulate_step(self.uses, devices, found, head=head, options=self.spread.options)
         return Case(
             num_devices=len(devices),
             egress_bytes_per_s=head.egress_bytes_per_s,
@@ -98,13 +98,14 @@ def compare(plan: Plan, fleet: FleetFile, *, fleet_sizes: Sequence[int], seed: i
         own, *others = heads(fleet)
         case = batch.on(found, devices, own)
         cases += [case, *(batch.on(found, devices, other) for other in others)]
-        row = quickest(pipelines(model, devices))
+        made = pipelines(model, devices)
+        row = quickest(made)
         recoveries += [
             (size, recovery_times(case.step, devices, own, row, num_lost=num, seed=seed))
             for num in num_lost
             if num < size
         ]
-        for baseline in (pipeline_time(model, devices), mesh_time(model, devices, num_pieces=spread.num_tiles)):
+        for baseline in (pipeline_time(made), mesh_time(model, devices, num_pieces=spread.num_tiles)):
             if baseline is not None:
                 baselines.append((size, baseline))
     return Comparison(
@@ -140,7 +141,7 @@ def layered(plan: Plan, asked: Counter[Asked], *, num_tokens: int, wire_bytes: f
     """For the baselines: the linear layers' parameters, each of which is multiplied with every token once."""
     config = dict(plan.spec.model_config_json)
     dims = ModelDims.of(config, plan.layout.numel)
-    params = sum(a.m * a.n * a.q * count for a, count in asked.items() if a.kind == "forward") / num_tokens
+    params = sum(a.m * a.n * a.q * a.times * n for a, n in asked.items() if a.kind == "forward") / num_tokens
     head_params = float(dims.hidden_dim * dims.vocab_size)
     return LayeredModel(
         num_layers=dims.num_layers,

@@ -1,8 +1,9 @@
 """Devices lost in the middle of a step: how long until what they had is there after all.
 
-With tiles, those that they had not brought back are dealt to the survivors, who are sent the factors and compute: the
-whole of a lost device's share, as if it was lost just before its first reply, after the survivors' own tiles. Which
-product it hits is weighed by how long each takes. In a pipeline, whoever takes the place fetches the stage's weights
+With tiles, those that they had not brought back are dealt to the survivors as a run deals them (`deal.py`), who are
+sent the factors and compute: the whole of a lost device's share, as if it was lost just before its first reply, after
+the survivors' own tiles. Which product it hits is weighed by how long each takes; the milliseconds in which tiles are
+dealt are not in it (`potluck bench tiles`). In a pipeline, whoever takes the place fetches the stage's weights
 and the row repeats its work of the step (`planner/baselines/pipeline.py`). The time to notice is the same in both, and
 not counted.
 """
@@ -11,15 +12,23 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from potluck.planner.baselines.pipeline import Pipeline, recovery
 from potluck.planner.tiles.device import Head, TileDevice
-from potluck.planner.tiles.orphans import replan_orphans
 from potluck.planner.tiles.plan import Plan
+from potluck.planner.tiles.product import Product as PlannedProduct
 from potluck.simulator.large.sub_gemm import Step
+from potluck.strategies.sub_gemm.assembly import Box
+from potluck.strategies.sub_gemm.deal import Candidates, Sizes, cut
+from potluck.strategies.sub_gemm.lane import Lane
+from potluck.strategies.sub_gemm.pieces import Pieces, Terms
+from potluck.strategies.sub_gemm.product import Matrix, Product
+from potluck.types.errors import RoundFailed
 from potluck.types.ids import WorkerId
 
 num_draws = 5
@@ -32,7 +41,6 @@ class RecoveryTimes:
     num_lost: int
     tiles_s: float
     worst_tiles_s: float  # of all products and draws
-    replan_s: float  # real seconds to plan a product's orphans anew on this machine; not in the two above
     reload_s: float | None  # None where there is no pipeline
     replay_s: float | None
 
@@ -42,8 +50,8 @@ class RecoveryTimes:
 
     @property
     def ratio(self) -> float | None:
-        """How many times sooner with tiles, the planning counted; None also where nothing was lost that counts."""
-        return self.pipeline_s / (self.tiles_s + self.replan_s) if self.pipeline_s else None
+        """How many times sooner with tiles; None also where nothing was lost that counts."""
+        return self.pipeline_s / self.tiles_s if self.pipeline_s and self.tiles_s else None
 
 
 def recovery_times(
@@ -52,18 +60,15 @@ def recovery_times(
     """`pipeline` has the same devices. Its reload goes at the median downlink of the survivors."""
     chance = random.Random(f"{seed}/{num_lost}")
     means: list[float] = []
-    worst_s, spent_s, num_plans = 0.0, 0.0, 0
+    worst_s = 0.0
     lives: list[tuple[float, float]] = []
     for _ in range(num_draws):
         lost = {device.id for device in chance.sample(list(devices), num_lost)}
         survivors = [device for device in devices if device.id not in lost]
         total = weight = 0.0
-        for product, plan in step.plans.items():
-            begun = time.perf_counter()
-            seconds = orphans_s(plan, lost, survivors, head)
-            spent_s, num_plans = spent_s + time.perf_counter() - begun, num_plans + 1
-            share = step.counts[product] * plan.step_s
-            total, weight = total + share * seconds, weight + share
+        for each in step.plan.planned:
+            seconds = orphans_s(each.plan, lost, survivors, head)
+            total, weight = total + each.seconds * seconds, weight + each.seconds
             worst_s = max(worst_s, seconds)
         means.append(total / weight)
         if pipeline is not None:
@@ -74,7 +79,6 @@ def recovery_times(
         num_lost=num_lost,
         tiles_s=statistics.fmean(means),
         worst_tiles_s=worst_s,
-        replan_s=spent_s / num_plans,
         reload_s=statistics.fmean(life[0] for life in lives) if lives else None,
         replay_s=statistics.fmean(life[1] for life in lives) if lives else None,
     )
@@ -82,9 +86,42 @@ def recovery_times(
 
 def orphans_s(plan: Plan, lost: Collection[WorkerId], survivors: Sequence[TileDevice], head: Head) -> float:
     """Seconds that survivors take for all tiles of the lost, factors sent anew."""
-    tiles = replan_orphans(plan, lost, survivors, ())
-    if not tiles:
-        return 0.0
+    dealt = deal_again(plan, lost, survivors)
     size = plan.product.down_bytes
-    sent = sum((t.row1 - t.row0 + t.col1 - t.col0) * (t.k1 - t.k0) * size for t in tiles)
-    return max(max(t.finish_s for t in tiles), sent / head.egress_bytes_per_s)
+    sent = sum(sum(box.shape) * box.depth * size for _, box in dealt)
+    return max([sent / head.egress_bytes_per_s, *(lane.free_at for lane, _ in dealt)])
+
+
+def deal_again(plan: Plan, lost: Collection[WorkerId], survivors: Sequence[TileDevice]) -> list[tuple[Lane, Box]]:
+    """The tiles of the lost as `TileBag` deals them to survivors that have nothing else to do: lanes know when they are
+    done. RoundFailed where nobody has the memory.
+    """
+    product = plan.product
+    sizes = Sizes(down=product.down_bytes, up=product.up_bytes, held=product.held_bytes)
+    pieces = Pieces(_shapes(product), Terms(wire="", sizes=sizes, check=_no_values, received=_no_values), 1.0)
+    candidates = Candidates([Lane(device) for device in survivors], sizes, 0.0)
+    dealt: list[tuple[Lane, Box]] = []
+    for orphan in (Box(*tile[1:7]) for tile in plan.tiles if tile.device in lost):
+        shares, _ = candidates.shares(orphan, set())
+        parts = (
+            [(lane, sizes.fit(part, lane.device.memory_bytes)) for lane, part in cut(orphan, shares)] if shares else []
+        )
+        if not parts or not all(boxes for _, boxes in parts):
+            raise RoundFailed(f"a tile of {orphan.shape[0]} x {orphan.depth} x {orphan.shape[1]} fits no device")
+        for lane, boxes in parts:
+            for box in boxes:
+                own = pieces.stages(lane.device, box, lane.promised.__contains__)
+                lane.promise(own, pieces.need(box), 0.0)
+                dealt.append((lane, box))
+            candidates.placed(lane)
+    return dealt
+
+
+def _no_values(*_: object) -> Any:
+    raise AssertionError("nothing is sent, and nothing comes back")
+
+
+def _shapes(planned: PlannedProduct) -> Product:
+    """Without values."""
+    a, b = torch.empty(planned.m, planned.n, device="meta"), torch.empty(planned.n, planned.q, device="meta")
+    return Product(Matrix(a, "a"), Matrix(b, "b", is_weight=planned.has_weight), planned.kind)

@@ -3,8 +3,9 @@
     seconds = sum over products of  first_s + (micro-batches - 1) later_s          one product after the other
 
 A model's layers ask for the same few shapes again and again, and a fleet that does not change does them in the same
-time each time: each shape is planned once. Its tiles, bytes and seconds are those of the planner that a real run uses
-(`planner/tiles`), for the devices' own links, the coordinator's link that all share, and the devices' memory.
+time each time: each shape is planned once, or twice where only some of its weights are kept. Tiles, bytes and seconds
+are those of the planner that a real run uses (`planner/tiles/step.py`), for the devices' own links, the coordinator's
+link that all share, and the memory that a device has for all products together.
 
 Not counted, here and in the baselines: what the head does itself (attention, norms, loss, optimizer).
 """
@@ -15,17 +16,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from potluck.planner.tiles.choose import cheapest
 from potluck.planner.tiles.device import Head, TileDevice
-from potluck.planner.tiles.plan import Plan
-from potluck.planner.tiles.product import Options, Product
+from potluck.planner.tiles.product import Options
+from potluck.planner.tiles.step import StepPlan, Use, plan_step
 from potluck.simulator.fleets import Machine
-from potluck.strategies.sub_gemm.multiply import planned
+from potluck.strategies.sub_gemm.plans import planned
 from potluck.strategies.sub_gemm.walk import Asked
 from potluck.types.errors import RoundFailed
 from potluck.types.profile import memory_share
-
-num_check_vectors = Head().num_check_vectors
 
 
 def tile_devices(machines: Sequence[Machine], *, num_in_flight: int) -> list[TileDevice]:
@@ -44,54 +42,37 @@ def tile_devices(machines: Sequence[Machine], *, num_in_flight: int) -> list[Til
     ]
 
 
-def plannable(asked: Counter[Asked], *, wire: str) -> Counter[Product]:
-    """What is asked for in a micro-batch, by what the planner tells apart."""
-    found: Counter[Product] = Counter()
-    for (m, n, q, kind), count in asked.items():
+def plannable(asked: Counter[Asked], *, wire: str, num_micro_batches: int) -> Counter[Use]:
+    """What is asked for in a step, by what the planner tells apart, and how many weights each is done with."""
+    found: Counter[Use] = Counter()
+    for (m, n, q, kind, times), count in asked.items():
         has_weight = kind in ("forward", "input_gradient")
         shape = (m, n, q) if has_weight else (min(m, q), n, max(m, q))  # C and C' cost the same
-        found[planned(shape, "forward" if has_weight else kind, has_weight=has_weight, wire=wire)] += count
+        product = planned(shape, "forward" if has_weight else kind, has_weight=has_weight, wire=wire)
+        found[Use(product, times * num_micro_batches)] += count
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One optimizer step: bytes, FLOPs and seconds of all its micro-batches."""
+    """One optimizer step of a plan, and what is not the planner's to say."""
 
-    plans: Mapping[Product, Plan]
-    counts: Mapping[Product, int]  # of each in a micro-batch
-    num_micro_batches: int
-    seconds: float
-    down_bytes: float  # of all devices
-    up_bytes: float
-    compute_s: float
-    flops: float
-    check_flops: float  # of the head, to check every tile
+    plan: StepPlan
+    compute_s: float  # of all devices
     energy_j: float | None  # of the devices; None where a power is not known
-    num_devices: int
-    num_devices_used: int  # by the product that uses most
-    bindings: Mapping[str, float]  # share of the time in which each resource binds
 
     @property
     def assumptions(self) -> str:
-        return f"sub_gemm: {next(iter(self.plans.values())).assumptions}; products come one after the other"
+        return f"sub_gemm: {self.plan.planned[0].plan.assumptions}; products come one after the other"
 
     @property
     def utilisation(self) -> float:
         """Share of the devices' time in which they compute."""
-        return self.compute_s / (self.num_devices * self.seconds)
-
-    @property
-    def egress_bytes_per_s(self) -> float:
-        return self.down_bytes / self.seconds
-
-    @property
-    def ingress_bytes_per_s(self) -> float:
-        return self.up_bytes / self.seconds
+        return self.compute_s / (self.plan.num_devices * self.plan.seconds)
 
 
 def simulate_step(
-    products: Mapping[Product, int],
+    uses: Mapping[Use, int],
     devices: Sequence[TileDevice],
     machines: Sequence[Machine],
     *,
@@ -99,47 +80,14 @@ def simulate_step(
     options: Options,
 ) -> Step:
     """RoundFailed where no device has the memory for a tile of a product."""
-    num = options.num_micro_batches
-    plans = {product: cheapest(product, devices, head, options) for product in products}
-    for product, plan in plans.items():
+    found = plan_step(uses, devices, head, options)
+    for use, plan in ((each.use, each.plan) for each in found.planned):
         if not plan.tiles:
-            raise RoundFailed(
-                f"{product.m} x {product.n} x {product.q} cannot be spread: {plan.reason}; let devices give more memory"
-            )
-    weighed = [(plans[product], count) for product, count in products.items()]
-    seconds = sum(count * plan.step_s for plan, count in weighed)
-    computes: Counter[str] = Counter()
-    bindings: Counter[str] = Counter()
-    for plan, count in weighed:
-        bindings[_binding(plan)] += count * plan.step_s / seconds  # pyright: ignore[reportArgumentType]
-        for id, load in plan.loads.items():
-            computes[id] += num * count * load.compute_s  # pyright: ignore[reportArgumentType]
+            m, n, q = use.product.m, use.product.n, use.product.q
+            raise RoundFailed(f"{m} x {n} x {q} cannot be spread: {plan.reason}; let devices give more memory")
+    computes = found.compute_s()
     knows_power = all(machine.busy_w > 0 for machine in machines)
-    energy_j = sum(m.idle_w * seconds + (m.busy_w - m.idle_w) * m.duty * computes[m.id] for m in machines)
-    return Step(
-        plans=plans,
-        counts=dict(products),
-        num_micro_batches=num,
-        seconds=seconds,
-        down_bytes=sum(c * (p.first_down_bytes + (num - 1) * p.later_down_bytes) for p, c in weighed),
-        up_bytes=sum(c * num * p.up_bytes for p, c in weighed),
-        compute_s=float(sum(computes.values())),
-        flops=num * sum(count * plan.product.flops for plan, count in weighed),
-        check_flops=num * sum(count * _check_flops(plan) for plan, count in weighed),
-        energy_j=energy_j if knows_power else None,
-        num_devices=len(devices),
-        num_devices_used=max(len(plan.loads) for plan in plans.values()),
-        bindings=dict(bindings),
+    energy_j = sum(
+        m.idle_w * found.seconds + (m.busy_w - m.idle_w) * m.duty * computes.get(m.id, 0.0) for m in machines
     )
-
-
-def _check_flops(plan: Plan) -> float:
-    """2 FLOPs for each random vector and element of A, B and C as tiles have them: Freivalds' check."""
-    product = plan.product
-    elements = plan.first_down_bytes / product.down_bytes + plan.up_bytes / product.up_bytes
-    return 2.0 * num_check_vectors * elements
-
-
-def _binding(plan: Plan) -> str:
-    """The coordinator's egress or ingress, the head, or what binds most of the devices."""
-    return plan.slowest if plan.slowest != "devices" else plan.bindings.most_common(1)[0][0]
+    return Step(plan=found, compute_s=float(sum(computes.values())), energy_j=energy_j if knows_power else None)

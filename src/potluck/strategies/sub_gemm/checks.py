@@ -18,6 +18,8 @@ whose terms are the reply's rounding, sums rounded at random, sums of equal term
 (|ab|^2 = n t^2 for those, and much less for others), and sums that grow far beyond C before they cancel, as those of
 real layers do.
 No more than 1 / r^2 of the rows are r times larger than the rest, so an honest tile seldom costs more than the vectors.
+Where n is large the bound hides more; it holds for spans of C's columns, which then are shorter and cost a test each:
+as short as makes the whole check cheapest, by FLOPs of the vectors, 2 m n 20 a span, and of the rows, 4 n q in fp64.
 The operands are those that the device got: after rounding to the wire's type.
 
 Freivalds 1977. Differences: noise by row, several vectors at once, exact judgement of whatever the vectors flag.
@@ -36,8 +38,10 @@ from potluck.strategies.sub_gemm.tile import REPLY_TYPES
 from potluck.types.errors import InvalidUpdate, NotFinite
 
 num_vectors = 20
-most_columns = 1024
+most_columns, least_columns = 1024, 64
 """Of one test: the noise of a row grows with its length, and an error in it does not."""
+fp64_price = 3.0
+"""Of a FLOP in fp64, in ones of fp32, with the copies that it needs."""
 least_seen = 0.19
 """What an error at the limit adds to s, of its square: less than the 0.2 that one vector of 20 adds for +d, -d."""
 fp32_unit = 2.0**-24
@@ -56,7 +60,15 @@ class _Reply:
 _replies = {torch.float32: _Reply(0.0, 1e-3), torch.bfloat16: _Reply(2.0**-8, 0.5)}
 
 
-def check_tile(a: Tensor, b: Tensor, c: Tensor, *, wire: str, generator: torch.Generator) -> None:
+@dataclass(frozen=True)
+class Checked:
+    """What a check came to."""
+
+    flops: float
+    num_rows_again: int  # of the tile, turned so that its rows are the shorter ones
+
+
+def check_tile(a: Tensor, b: Tensor, c: Tensor, *, wire: str, generator: torch.Generator) -> Checked:
     """InvalidUpdate, with what was found and the limit, if `c` is not a b. NotFinite if that is no wonder: factors
     that are not finite, or too large.
 
@@ -70,7 +82,7 @@ def check_tile(a: Tensor, b: Tensor, c: Tensor, *, wire: str, generator: torch.G
             f"a tile came back as {_type(c.dtype)} {list(c.shape)} and must be {_type(dtype)} {list(shape)}; "
             "update that worker's potluck"
         )
-    _Tile(a, b, c, _replies[dtype]).check(generator)
+    return _Tile(a, b, c, _replies[dtype]).check(generator)
 
 
 class _Tile:
@@ -95,20 +107,59 @@ class _Tile:
         a, b, c = _scaled(a, power_a), _scaled(b, power_b), _scaled(c, power_a + power_b)
         self.a, self.b, self.c = (a, b, c) if c.shape[0] >= c.shape[1] else (b.T, a.T, c.T)
         self.reply, self.n = reply, n
-        self.sizes = torch.stack([self.c[:, span].square().sum(1) for span in self._spans()], 1).double()
+        self.length = most_columns
+        self.sizes = self._sizes()
         self.rms = math.sqrt(float(self.sizes.sum()) / self.c.numel())
 
-    def check(self, generator: torch.Generator) -> None:
+    def check(self, generator: torch.Generator) -> Checked:
         num_rows, num_columns = self.c.shape
         is_narrow = num_columns <= 2 * num_vectors  # the vectors would cost as much
+        if not is_narrow:
+            self._shorten()
         rows = torch.arange(num_rows) if is_narrow else self._suspects(generator)
         for part in (rows[:first_rows], *rows[first_rows:].split(other_rows)):
             if len(part):
                 self._compare(part)
+        vectors = 0.0 if is_narrow else self._vector_flops()
+        return Checked(flops=vectors + self._row_flops() * len(rows), num_rows_again=len(rows))
 
     def _spans(self) -> Iterator[slice]:
         columns = self.c.shape[1]
-        return (slice(start, min(start + most_columns, columns)) for start in range(0, columns, most_columns))
+        return (slice(start, min(start + self.length, columns)) for start in range(0, columns, self.length))
+
+    def _sizes(self) -> Tensor:
+        """|C_i|^2 of each row and span. [rows, spans]"""
+        return torch.stack([self.c[:, span].square().sum(1) for span in self._spans()], 1).double()
+
+    def _vector_flops(self) -> float:
+        (num_rows, num_columns), num_spans = self.c.shape, self.sizes.shape[1]
+        return 2.0 * num_vectors * (self.n * num_columns + num_rows * self.n * num_spans + num_rows * num_columns)
+
+    def _row_flops(self) -> float:
+        """Of one that is multiplied again."""
+        return 4.0 * self.n * self.c.shape[1]
+
+    def _shorten(self) -> None:
+        """Spans as long as is cheapest."""
+        best = math.inf, self.length, self.sizes
+        while True:
+            num_hidden = int(self._hidden().any(1).sum())
+            price = self._vector_flops() + fp64_price * self._row_flops() * num_hidden
+            best = min(best, (price, self.length, self.sizes), key=lambda tried: tried[0])
+            if not num_hidden or self.length <= least_columns:
+                break
+            self.length //= 2
+            self.sizes = self._sizes()
+        _, self.length, self.sizes = best
+
+    def _noise(self) -> Tensor:
+        """What rounding explains of s. [rows, spans]"""
+        length = min(self.length, self.c.shape[1])
+        return (self.reply.unit**2 + fp32_unit**2 * (self.n + length)) / 2 * self.sizes
+
+    def _hidden(self) -> Tensor:
+        """Where that hides an error which must be found. bool [rows, spans]"""
+        return self._noise() > least_seen * (self.reply.least_error * self.rms) ** 2
 
     def _suspects(self, generator: torch.Generator) -> Tensor:
         """Rows to be multiplied again, the worst first."""
@@ -119,11 +170,8 @@ class _Tile:
         expected = self.a @ torch.cat([self.b[:, span] @ signs[span] for span in spans], 1)
         found = torch.cat([self.c[:, span] @ signs[span] for span in spans], 1)
         errors = (found - expected).double().view(-1, len(spans), num_vectors).square().mean(-1)
-        length = min(columns, most_columns)
-        noise = (self.reply.unit**2 + fp32_unit**2 * (self.n + length)) / 2 * self.sizes
-        hidden = noise > least_seen * (self.reply.least_error * self.rms) ** 2
-        excess = errors / (noise + length * self.floor**2 + 1e-300)
-        suspects = (~(excess <= 1) | hidden).any(1).nonzero()[:, 0].cpu()
+        excess = errors / (self._noise() + min(columns, self.length) * self.floor**2 + 1e-300)
+        suspects = (~(excess <= 1) | self._hidden()).any(1).nonzero()[:, 0].cpu()
         return suspects[excess.amax(1).cpu()[suspects].argsort(descending=True)]
 
     def _compare(self, rows: Tensor) -> None:

@@ -60,6 +60,12 @@ class Sizes:
         return parts
 
 
+def cut(box: Box, shares: Sequence[tuple[Lane, float]]) -> list[tuple[Lane, Box]]:
+    """What each gets of it. The last ones get nothing where it is too short for so many."""
+    boxes = box.shares([share for _, share in shares], least_side=least_side)
+    return [(lane, part) for (lane, _), part in zip(shares, boxes, strict=False)]
+
+
 class Candidates:
     """Lanes as columns, [num_lanes] each, for many tiles to be dealt to at one time."""
 

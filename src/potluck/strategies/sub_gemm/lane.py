@@ -136,8 +136,9 @@ class Lane:
         """When a tile that is put at the end of its queue should be back."""
         return max(self.free_at, now) + self._own_s(tile, is_alone=self.free_at <= now)
 
-    def wait_for(self, tile: Stages, now: float) -> None:
+    def promise(self, tile: Stages, need: Need, now: float) -> None:
         """It was put at the end of its queue."""
+        self.promised.update(need.shards)
         self.free_at = self.end_of(tile, now)
 
     def give_up(self, tile: Stages) -> None:

@@ -24,6 +24,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from threading import Lock
@@ -31,10 +32,11 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from potluck.planner.tiles.device import TileDevice
 from potluck.strategies.bag import Piece
 from potluck.strategies.fleet import WorkerInfo
 from potluck.strategies.sub_gemm.assembly import Box
-from potluck.strategies.sub_gemm.deal import Candidates, least_side
+from potluck.strategies.sub_gemm.deal import Candidates, cut
 from potluck.strategies.sub_gemm.holdings import Holdings
 from potluck.strategies.sub_gemm.lane import Flight, Lane, Tile
 from potluck.strategies.sub_gemm.pieces import Pieces, Terms
@@ -211,7 +213,7 @@ class TileBag:
             for worker in here:
                 lane = self._lanes.get(worker.id)
                 if lane is None:
-                    lane = self._lanes[worker.id] = Lane(self._times.device(worker))
+                    lane = self._lanes[worker.id] = Lane(self._device(worker))
                 elif lane.is_here:
                     continue
                 lane.is_here, lane.is_late = True, self._times.is_silent(worker.id, now)
@@ -228,6 +230,11 @@ class TileBag:
                 self._orphans.append(tile)
         self._planned = []
         return True
+
+    def _device(self, worker: WorkerInfo) -> TileDevice:
+        """With the memory that it has for tiles."""
+        device = self._times.device(worker)
+        return replace(device, memory_bytes=device.memory_bytes - self._holdings.reserved_bytes(worker.id))
 
     def _take_back(self, lane: Lane) -> None:
         """What only waits for a device is to go elsewhere."""
@@ -344,9 +351,9 @@ class TileBag:
             return True
         if not shares:
             return False
-        boxes = tile.box.shares([share for _, share in shares], least_side=least_side)
-        parts = [tile] if len(boxes) == 1 else self._tree.cut(tile, boxes)
-        for part, (lane, _) in zip(parts, shares, strict=False):
+        dealt = cut(tile.box, shares)
+        parts = [tile] if len(dealt) == 1 else self._tree.cut(tile, [box for _, box in dealt])
+        for part, (lane, _) in zip(parts, dealt, strict=True):
             if self._place(part, lane, now):
                 candidates.placed(lane)
             else:  # its memory is too small for any reasonable part
@@ -361,8 +368,7 @@ class TileBag:
         for part in [tile] if len(boxes) == 1 else self._tree.cut(tile, boxes) if boxes else []:
             own = self._stages(lane, part)
             lane.queue.append((part, own))
-            lane.promised.update(self._pieces.need(part.box).shards)
-            lane.wait_for(own, now)
+            lane.promise(own, self._pieces.need(part.box), now)
             part.num_queued += 1
             self._push_backlog(lane)
             self._awake[lane] = None
@@ -387,7 +393,8 @@ class TileBag:
         holds = partial(self._holdings.holds, lane.id)
         own = self._pieces.stages(lane.device, tile.box, holds)
         self.tally.down_bytes[lane.id] += round(self._pieces.down_bytes(tile.box, holds))
-        named = {o.name: need.shards[o.name] for o in piece.operands.values() if o.name}
+        as_sent = self._terms.sizes.down / self._terms.sizes.held  # which is how they are kept
+        named = {o.name: round(as_sent * need.shards[o.name]) for o in piece.operands.values() if o.name}
         self._holdings.sent(lane.id, named, lane.device.memory_bytes)
         previous = max((flight.ends_at for flight in lane.flying), default=now)
         ends_at = lane.send(own, now)

@@ -30,12 +30,13 @@ class Asked(NamedTuple):
     n: int
     q: int
     kind: ProductKind
+    times: int = 1  # in one pass, with the same weight
 
 
 def asked_products(
     model_config: dict[str, Any], *, num_tokens: int, logits_bytes: int = LOGITS_BYTES
 ) -> Counter[Asked]:
-    """How often each is asked for by a forward and backward pass over `num_tokens`. ModelError."""
+    """How many layers ask for each in a forward and backward pass over `num_tokens`. ModelError."""
     module: Any = skeleton(model_config)
     layers = Offload(module).layers
     head = module.get_output_embeddings()
@@ -44,8 +45,8 @@ def asked_products(
         chunk = _logits_rows(layer, num_tokens, logits_bytes) if layer is head else num_tokens
         whole, rest = divmod(num_tokens, chunk)
         for tokens, count in ((chunk, whole), (rest, 1)):
-            for product in _of_layer(layer, tokens) if tokens else ():
-                found[product] += count
+            for product in _of_layer(layer, tokens) if tokens and count else ():
+                found[product._replace(times=count)] += 1
     return found
 
 

@@ -1,29 +1,31 @@
 """A worked example with published settings: one batch of OPT-13B on 256 to 8,192 volunteers' devices.
 
 Xue et al. (arXiv:2512.22142): batch 128 x 1,024 tokens, linear products only, 2 bytes an element, devices of 5-7
-TFLOP/s with 5-10 MB/s up and 10-100 MB/s down, nothing cached, transfers and work overlapped in full, and a coordinator
-whose link counts for nothing. Each thing that those settings leave out, or that this planner adds, is then changed by
-itself.
+TFLOP/s with 5-10 MB/s up and 10-100 MB/s down, nothing cached, transfers and work overlapped in full, memory without
+end, and a coordinator whose link counts for nothing. Each thing that those settings leave out, or that this planner
+adds, is then changed by itself.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from potluck.planner.tiles.choose import cheapest
+from potluck.planner.baselines.single import a100_flops_per_s, alone_s
 from potluck.planner.tiles.device import Head, TileDevice
-from potluck.planner.tiles.plan import Plan
+from potluck.planner.tiles.layers import Linear, Mlp, cheapest_linear, cheapest_mlp
 from potluck.planner.tiles.product import Options, Pass, Product
+from potluck.planner.tiles.step import StepPlan, Use, plan_step
 from potluck.types.ids import WorkerId
 
 num_tokens = 128 * 1024
 num_layers = 40
 hidden_dim = 5120
 ff_dim = 20480
-a100_flops = 0.4 * 312e12
 gbit = 1e9 / 8
 
 
@@ -62,6 +64,7 @@ class Terms:
     options: Options
     head: Head = field(default_factory=Head)
     wire_bytes: float = 2.0  # for each element, both ways
+    memory_bytes: float = math.inf  # of each device
     joins_inputs: bool = False  # queries, keys and values as one product, whose input is sent once
 
 
@@ -75,6 +78,9 @@ variants: Mapping[str, Terms] = {
     "8 micro-batches": replace(published, options=replace(published.options, num_micro_batches=8)),
     "8 micro-batches, weights kept": replace(
         published, options=replace(published.options, num_micro_batches=8, may_keep_weights=True)
+    ),
+    "8 micro-batches, weights kept in 8 GB": replace(
+        published, options=replace(published.options, num_micro_batches=8, may_keep_weights=True), memory_bytes=8e9
     ),
     "coordinator of 100 Gbit/s": replace(
         published, head=Head(egress_bytes_per_s=100 * gbit, ingress_bytes_per_s=100 * gbit)
@@ -92,49 +98,34 @@ variants: Mapping[str, Terms] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """One optimizer step. Means over the devices, and over the time."""
-
-    seconds: float
-    down_bytes_per_device: float
-    up_bytes_per_device: float
-    egress_bytes_per_s: float
-    ingress_bytes_per_s: float
-    num_devices_used: int  # of the product that uses most
-    bindings: Mapping[str, float]  # the share of the time that each resource binds
+def plan_batch(devices: Sequence[TileDevice], terms: Terms = published) -> StepPlan:
+    """Every linear product of every layer, one after the other, in one optimizer step."""
+    uses: Counter[Use] = Counter()
+    for product in _products(terms):
+        uses[Use(product, terms.options.num_micro_batches)] += num_layers
+    given = [replace(device, memory_bytes=min(device.memory_bytes, terms.memory_bytes)) for device in devices]
+    return plan_step(uses, given, terms.head, terms.options)
 
 
-def plan_batch(devices: Sequence[TileDevice], terms: Terms = published) -> Batch:
-    """Every linear product of every layer, one after the other."""
-    plans = {product: cheapest(product, devices, terms.head, terms.options) for product in set(_products(terms))}
-    every = [plans[product] for product in _products(terms)]
-    num = terms.options.num_micro_batches
-    seconds = num_layers * sum(plan.step_s for plan in every)
-    down = num_layers * sum(plan.first_down_bytes + (num - 1) * plan.later_down_bytes for plan in every)
-    up = num_layers * num * sum(plan.up_bytes for plan in every)
-    shares: dict[str, float] = {}
-    for plan in every:
-        shares[_binding(plan)] = shares.get(_binding(plan), 0.0) + num_layers * plan.step_s / seconds
-    return Batch(
-        seconds=seconds,
-        down_bytes_per_device=down / len(devices),
-        up_bytes_per_device=up / len(devices),
-        egress_bytes_per_s=down / seconds,
-        ingress_bytes_per_s=up / seconds,
-        num_devices_used=max(len(plan.loads) for plan in every),
-        bindings=shares,
-    )
+def whole_layers_s(devices: Sequence[TileDevice]) -> Mapping[str, float]:
+    """The batch as published, but for what runs cannot do: see `planner/tiles/layers.py`. Each where it is quicker."""
+    d, f = hidden_dim, ff_dim
+    linears = Counter({
+        Linear(num_tokens=num_tokens, in_dim=into, out_dim=out, down_bytes=2, up_bytes=2, held_bytes=2): count
+        for into, out, count in ((d, d, 4), (d, f, 1), (f, d, 1))
+    })  # fmt: skip
+    plans = {linear: cheapest_linear(linear, devices, options=published.options) for linear in linears}
+    apart_s = num_layers * sum(count * plans[linear].apart_s for linear, count in linears.items())
+    stay_s = num_layers * sum(count * min(plans[x].apart_s, plans[x].stay_s) for x, count in linears.items())
+    mlp = Mlp(num_tokens=num_tokens, hidden_dim=d, ff_dim=f, down_bytes=2, up_bytes=2, held_bytes=2)
+    forward = cheapest_mlp(mlp, devices, options=published.options)
+    fused_s = apart_s - num_layers * max(0.0, forward.apart_s - forward.fused_s)
+    return {"rectangles of layers stay": stay_s, "MLPs fused": fused_s}
 
 
 def a100_s() -> float:
-    """The same products on one A100 at 40 % of its 312 TFLOP/s."""
-    return num_layers * sum(product.flops for product in _products(published)) / a100_flops
-
-
-def _binding(plan: Plan) -> str:
-    """The coordinator's egress or ingress, the head, or what binds most of the devices."""
-    return plan.slowest if plan.slowest != "devices" else plan.bindings.most_common(1)[0][0]
+    """The same products on one A100 at 40 % of its peak."""
+    return alone_s(num_layers * sum(product.flops for product in _products(published)), a100_flops_per_s)
 
 
 def _products(terms: Terms) -> list[Product]:

@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.planner.tiles.bound import lower_bound_s
-from potluck.planner.tiles.device import Head, rates_of
-from potluck.planner.tiles.product import Product
-from potluck.planner.tiles.worked import (
+from potluck.bench.worked import (
     a100_s,
     num_layers,
     num_tokens,
@@ -17,13 +14,17 @@ from potluck.planner.tiles.worked import (
     published,
     published_devices,
     variants,
+    whole_layers_s,
 )
+from potluck.planner.tiles.bound import lower_bound_s
+from potluck.planner.tiles.device import Head, rates_of
+from potluck.planner.tiles.product import Product
 
 
 def test_256_devices_as_published() -> None:
     batch = plan_batch(published_devices(256, seed=0), published)
     assert batch.seconds == pytest.approx(1597, rel=0.1)
-    assert batch.down_bytes_per_device == pytest.approx(73e9, rel=0.1)
+    assert batch.down_bytes / 256 == pytest.approx(73e9, rel=0.1)
     assert 8 * batch.egress_bytes_per_s == pytest.approx(94e9, rel=0.1)
     assert a100_s() == pytest.approx(79, rel=0.01)
     assert batch.num_devices_used == 256 and sum(batch.bindings.values()) == pytest.approx(1.0)
@@ -54,3 +55,21 @@ def test_each_change_goes_its_way() -> None:
     assert base < seconds["4 tiles a device"] < 1.15 * base
     narrow = plan_batch(devices, replace(published, head=Head(egress_bytes_per_s=3e8)))
     assert narrow.seconds > 1.2 * base and narrow.egress_bytes_per_s <= 3e8
+
+
+def test_weights_are_kept_where_there_is_memory_for_them() -> None:
+    devices = published_devices(16, seed=2)
+    names = ("8 micro-batches", "8 micro-batches, weights kept", "8 micro-batches, weights kept in 8 GB")
+    bare, all_kept, some_kept = (plan_batch(devices, variants[name]) for name in names)
+    assert (bare.kept_share, all_kept.kept_share) == (0.0, 1.0) and 0 < some_kept.kept_share < 1
+    assert all_kept.seconds < some_kept.seconds < bare.seconds
+    assert (some_kept.kept_bytes() <= 4e9).all()
+
+
+def test_whole_layers_are_taken_where_they_are_quicker() -> None:
+    devices = published_devices(16, seed=2)
+    base = plan_batch(devices, published).seconds
+    found = whole_layers_s(devices)
+    assert set(found) == {"rectangles of layers stay", "MLPs fused"}
+    assert all(0.3 * base < seconds <= base * 1.001 for seconds in found.values())
+    assert found["MLPs fused"] < 0.95 * base
