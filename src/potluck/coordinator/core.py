@@ -24,6 +24,7 @@ from potluck.coordinator.plan import Plan
 from potluck.coordinator.uploads import Uploads
 from potluck.fleet.head import HEAD
 from potluck.fleet.intake import Intake
+from potluck.fleet.leases import AHEAD
 from potluck.fleet.live import LiveFleet
 from potluck.fleet.roster import Roster
 from potluck.storage.database import Database
@@ -210,7 +211,8 @@ class Coordinator:
     async def _discard(self, state: State, reason: str, operation: Operation | None = None) -> None:
         async with self.whole:
             deal = self.fleet.settle_data(committed=False)
-            await self.lanes.ledger.run(self.ledger.discard, state.round, self._attempt, reason, deal, operation)
+            discard = partial(self.ledger.discard, ahead=AHEAD)
+            await self.lanes.ledger.run(discard, state.round, self._attempt, reason, deal, operation)
             self.fleet.end(committed=False)
 
     async def _roll_back(self, state: State, reason: Diverged) -> State:
@@ -272,7 +274,7 @@ class Coordinator:
         deal = self.fleet.settle_data(committed=True)
         row = CommitRow(
             round=state.round, attempt=self._attempt, state=proposed.to_json(), deal=deal, accepted=accepted,
-            metrics={**reported, "loss": figures.loss, "step_norm": figures.step_norm},
+            metrics={**reported, "loss": figures.loss, "step_norm": figures.step_norm}, over=self.fleet.ahead.over(),
         )  # fmt: skip
         await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())
         self.fleet.end(committed=True)

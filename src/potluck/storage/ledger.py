@@ -81,6 +81,7 @@ class CommitRow:
     deal: Mapping[str, Any]
     accepted: tuple[ReplyRow, ...]
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    over: tuple[str, ...] = ()  # keys of work beyond rounds that nobody asks for any more, though it did not count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +121,13 @@ class Ledger:
         self._db.execute("INSERT INTO attempts VALUES (?, ?, 'open', '', ?)", (round, attempt, at))
         return attempt
 
-    def discard(self, round: int, attempt: int, reason: str, deal: Any, operation: Operation | None = None) -> None:
+    def discard(
+        self, round: int, attempt: int, reason: str, deal: Any, operation: Operation | None = None, *, ahead: int
+    ) -> None:
+        """The round `ahead` holds what was begun early: it is dropped too."""
         with self._db.transaction():
+            for table in ("leases", "replies"):
+                self._db.execute(f"DELETE FROM {table} WHERE round = ?", (ahead,))
             if operation is not None:
                 self.record(operation)
             self._db.execute(
@@ -152,9 +158,15 @@ class Ledger:
                 "tokens = tokens + excluded.tokens, rounds = rounds + 1",
                 [(r.worker, int(r.scalars.get("num_tokens", 0))) for r in row.accepted],
             )
-            for table in ("leases", "replies"):  # work beyond rounds is done once a commit used it
+            counted = {r.key for r in row.accepted}
+            for table in ("leases", "replies"):  # work beyond rounds belongs to the round that used it
                 self._db.execute_many(
-                    f"DELETE FROM {table} WHERE round > ? AND key = ?", [(row.round, r.key) for r in row.accepted]
+                    f"UPDATE {table} SET round = ?, attempt = ? WHERE round > ? AND key = ?",
+                    [(row.round, row.attempt, row.round, key) for key in sorted(counted)],
+                )
+                self._db.execute_many(
+                    f"DELETE FROM {table} WHERE round > ? AND key = ?",
+                    [(row.round, key) for key in row.over if key not in counted],
                 )
             self._put_deal(row.deal)
             # What older rounds needed for replay is covered by this commit.

@@ -19,6 +19,7 @@ STRATEGY_PARTS = ("Config", "State", "init", "run_round", "estimate")
 """What a class must have to be taken for a strategy."""
 shipped = {
     "diloco": "potluck.strategies.diloco:DiLoCo",
+    "streaming_diloco": "potluck.strategies.streaming_diloco:StreamingDiLoCo",
     "sub_gemm": "potluck.strategies.sub_gemm.strategy:SubGEMM",
     "sync_sgd": "potluck.strategies.sync_sgd:SyncSGD",
 }
