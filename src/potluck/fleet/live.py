@@ -76,15 +76,9 @@ class LiveFleet:
         self.spreader = Spreader(roster, clock, lanes.transfers)
         self.spreader.waits = self._waits_for_devices
         self._head = HeadWork(
-            spreader=self.spreader,
-            params=params,
-            objects=objects,
-            data=data,
-            ledger=ledger,
-            clock=clock,
-            lanes=lanes,
+            spreader=self.spreader, params=params, objects=objects, data=data, ledger=ledger, clock=clock, lanes=lanes,
             secret=secret,
-        )
+        )  # fmt: skip
         self.floating = Attempt(round=FLOATING)
         self.ahead, self.sessions = Overlap(self, ledger, lanes.ledger), Sessions(self, ledger, lanes.ledger)
         self.now = Attempt()

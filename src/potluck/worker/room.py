@@ -79,8 +79,10 @@ class Room:
             self._shrink()
 
     def keep(self, name: str, parts: Parts, copied: Callable[[Parts], Parts]) -> bool:
-        """Keep a copy, made once there is room for it, in the place of other shards; whether there is. One that does not
-        stay takes the place of none that does."""
+        """Keep a copy, made once there is room for it, in the place of other shards; whether there is.
+
+        One that does not stay takes the place of none that does.
+        """
         num_bytes = nbytes(parts)
         with self._lock:
             firm = self.taken_bytes + (0 if Operand.stays(name) else sum(map(nbytes, self._staying.values())))
