@@ -12,6 +12,7 @@ from potluck.codecs.bundle import pack_tensors, tensors_in
 from potluck.protocol.frames import unpack_data
 from potluck.transport.pieces import (
     FRAME_BYTES,
+    LEAST_FRAME_BYTES,
     MAX_PARTIAL,
     Joined,
     PieceJoiner,
@@ -107,14 +108,15 @@ def test_replies_that_make_no_sense_are_refused(head: dict[str, Any]) -> None:
 
 
 def test_only_so_many_are_kept_in_part_and_none_that_nobody_wants() -> None:
-    into = joiner()
-    for id in range(MAX_PARTIAL):
-        assert into.add({"piece": id, "offset": 0, "total": 8}, memoryview(b"1234")) is None
-    assert into.num_bytes == 4 * MAX_PARTIAL
-    with pytest.raises(CorruptError, match="in part"):
-        into.add({"piece": 99, "offset": 0, "total": 8}, memoryview(b"1234"))
-    into.drop([*range(MAX_PARTIAL), 99])
-    assert into.num_bytes == 0
+    into, total, part = joiner(), 2 * LEAST_FRAME_BYTES, memoryview(bytes(LEAST_FRAME_BYTES))
+    for _ in range(2):
+        for id in range(MAX_PARTIAL):
+            assert into.add({"piece": id, "offset": 0, "total": total}, part) is None
+        with pytest.raises(CorruptError, match="in part"):
+            into.add({"piece": 99, "offset": 0, "total": total}, part)
+        into.drop([*range(MAX_PARTIAL), 99])
+    with pytest.raises(CorruptError, match="no more than"):
+        into.add({"piece": 5, "offset": 0, "total": total}, part[:-1])
     nobody = joiner(0)
-    assert nobody.add({"piece": 1, "offset": 0, "total": 4}, memoryview(b"1234")) is None
-    assert nobody.num_bytes == 0
+    for id in range(2 * MAX_PARTIAL):
+        assert nobody.add({"piece": id, "offset": 0, "total": total}, part) is None
