@@ -13,6 +13,7 @@ from torch import Tensor
 from potluck.contract import checks
 from potluck.optim.inner import InnerConfig
 from potluck.simulator.exact.problem import Problem
+from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.sub_gemm.strategy import SubGEMM, SubGEMMConfig
@@ -35,7 +36,13 @@ class Case:
 pytestmark = pytest.mark.timeout(180)  # over gRPC whole runs take real time, more of it on a busy machine
 
 diloco_settings = {"num_inner_steps": 5, "outer_lr": 0.7, "outer_momentum": 0.6}
+async_settings = {"num_inner_steps": 5, "outer_lr": 0.7, "outer_momentum": 0.6}
 cases = {
+    "async_diloco": Case(
+        make=lambda: AsyncDiLoCo(AsyncDiLoCoConfig(quorum=1.0, **async_settings)),  # pyright: ignore[reportArgumentType]
+        reference=lambda problem: references.diloco(problem, **async_settings),  # pyright: ignore[reportArgumentType]
+        num_rounds=4,
+    ),
     "diloco": Case(
         make=lambda: DiLoCo(DiLoCoConfig(**diloco_settings)),  # pyright: ignore[reportArgumentType]
         reference=lambda problem: references.diloco(problem, **diloco_settings),  # pyright: ignore[reportArgumentType]

@@ -209,6 +209,8 @@ class Coordinator:
 
     async def _discard(self, state: State, reason: str, operation: Operation | None = None) -> None:
         async with self.whole:
+            if operation is not None:  # the run goes back: what is under way came of the state that is no good
+                self.fleet.drop_floating()
             deal = self.fleet.settle_data(committed=False)
             await self.lanes.ledger.run(self.ledger.discard, state.round, self._attempt, reason, deal, operation)
             self.fleet.end(committed=False)
@@ -272,7 +274,7 @@ class Coordinator:
         deal = self.fleet.settle_data(committed=True)
         row = CommitRow(
             round=state.round, attempt=self._attempt, state=proposed.to_json(), deal=deal, accepted=accepted,
-            metrics={**reported, "loss": figures.loss, "step_norm": figures.step_norm},
+            metrics={**reported, "loss": figures.loss, "step_norm": figures.step_norm}, over=self.fleet.over(),
         )  # fmt: skip
         await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())
         self.fleet.end(committed=True)

@@ -12,12 +12,14 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from potluck.aggregation.report import Report
 from potluck.clock import Clock, Lanes
+from potluck.fleet.arrivals import Arrivals, Offer, Wanted, Work, given_up, handed_out_in
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.claims import claims_of
 from potluck.fleet.config import FleetConfig
@@ -90,6 +92,10 @@ class LiveFleet:
         self.versions: dict[str, str] = {}  # the committed pinned state of each worker
         self.paces = Paces(run, roster)
         self.watching.late = lambda lease, s: self.paces.observe(lease.worker, s, lease.message.num_sequences)
+        self._arrivals = Arrivals(
+            roster, self.book, clock, self.paces, issue=self._issue_floating, ready=self.ready, decide=self._decide
+        )
+        self._arrivals.claimed = lambda lease: self.claimed(lease)
         self.overflowed: set[WorkerId] = set()  # to whom a loss or gradient of this attempt was not finite
         self._num_outputs = 0
         self.figures: dict[str, float] = {}  # that the strategy reported in this attempt
@@ -130,7 +136,8 @@ class LiveFleet:
         self.versions = await self._lanes.ledger.run(self.ledger.versions)
         for rows in self.floating.leases.values():
             if rows[-1].status == "open":
-                self._attach(rows[-1], attempt=0, expects=None).is_taken_over = True
+                lease = self._attach(rows[-1], attempt=0, expects=None)
+                lease.is_taken_over, lease.claimed = True, lease.message.kind == "session"
 
     async def recover_attempt(self, round: int, attempt: int) -> None:
         """After a restart: what the open attempt handed out, so that workers go on with it until it is claimed."""
@@ -148,6 +155,15 @@ class LiveFleet:
     def cut_short(self) -> dict[WorkerId, int]:
         """Steps that were granted and not taken, of those whose accepted work ended early."""
         return {WorkerId(worker): left for worker, left in self._now.steps_left().items() if left}
+
+    def adopted_version(self, worker: WorkerId) -> str:
+        """The pinned state that the worker's next task starts from: that of its last accepted work, where this is
+        beyond rounds or committed; "" for none."""
+        return self.floating.last_version(worker) or self.versions.get(worker, "")
+
+    def over(self) -> tuple[str, ...]:
+        """Keys of work beyond rounds that was given up."""
+        return given_up(self.floating)
 
     def held_versions(self, worker: WorkerId) -> list[str]:
         """Pinned states that a worker must keep, since their round may still be committed."""
@@ -172,6 +188,14 @@ class LiveFleet:
         replied = {Digest(r.object) for r in self.floating.replies.values() if r.object}
         return self.publisher.objects() | named | sent | replied
 
+    def drop_floating(self) -> None:
+        """Nothing that was handed out beyond rounds counts any more; its data goes back to be dealt."""
+        for lease in [x for x in self.book.open.values() if x.message.round == FLOATING]:
+            self._give_up(lease, "the run went back to the round before")
+        self.floating.settle_replied(self.data)
+        self.floating = Attempt(round=FLOATING)
+        self._now.consumed.clear()
+
     def restart(self) -> None:
         """The run goes back: nothing that was handed out counts any more, nor what workers have kept of it."""
         for lease in list(self.book.open.values()):
@@ -183,6 +207,8 @@ class LiveFleet:
     def end(self, *, committed: bool) -> None:
         """The attempt is over and written down: what is still open of it is not wanted any more."""
         if committed:
+            for key in self.over():
+                self.floating.leases.pop(key, None)
             for key, row in self._now.consumed.items():
                 self.floating.leases.pop(key, None)
                 self.floating.drop_reply(key)
@@ -394,34 +420,31 @@ class LiveFleet:
         for lease in await self._issue(self._now, fresh, expects=None):
             running.setdefault(lease.message.key, []).append(lease)
 
-    async def next(self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str) -> Reply:
-        name = f"next/{key}"
-        while True:
-            chosen = self._now.decisions.get(name)
-            if chosen is None:
-                free = [r for k, r in self.floating.replies.items() if k not in self._now.consumed and "@" not in k]
-                chosen = free[0].key if free else None
-                if chosen is not None:
-                    self._now.decisions[name] = chosen
-                    await self._lanes.ledger.run(self.ledger.decide, self._now.round, self._now.attempt, name, chosen)
-            if chosen is not None:
-                row = self.floating.replies[chosen]
-                self._now.consumed[row.key] = row
-                return self._reply(row)
-            await self._offer_to_idle(offer)
-            await a_little(self.roster)
+    async def next(self, offer: Offer, *, key: str) -> Reply:
+        (reply,) = await self._arrived(Wanted(offer=offer), f"next/{key}")
+        return reply
 
-    async def _offer_to_idle(self, offer: Callable[[WorkerInfo], BoundTask | None]) -> None:
-        fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
-        stem = f"#{self._now.round}.{self._now.attempt}."
-        num_before = sum(stem in key for key in self.floating.leases)
-        for worker in self.roster.here(self._clock.now()):
-            bound = None if self.book.of(worker.id) else offer(worker)
-            if bound is not None:
-                # Never a key again that a commit has freed: a late report of the old result would answer the new task.
-                fresh.append((worker.id, bound, f"{worker.id}{stem}{num_before + len(fresh)}", 0))
-        await self._publish(bound for _, bound, _, _ in fresh)
-        await self._issue(self.floating, fresh, expects=None)
+    async def gather(
+        self, offer: Offer, *, key: str, min_replies: int, expects: Reduction, grace: float | None = None
+    ) -> tuple[Reply, ...]:
+        check_reduction(expects, self._run.aggregation)
+        wanted = Wanted(offer=offer, min_replies=min_replies, grace=grace, expects=expects)
+        return await self._arrived(wanted, f"gather/{key}")
+
+    async def _arrived(self, wanted: Wanted, name: str) -> tuple[Reply, ...]:
+        rows = await self._arrivals.take(self._now, self.floating, wanted, name)
+        return tuple(replace(self._reply(row), round=handed_out_in(row.key)) for row in rows)
+
+    async def _decide(self, name: str, value: Any) -> None:
+        self._now.decisions[name] = value
+        await self._lanes.ledger.run(self.ledger.decide, self._now.round, self._now.attempt, name, value)
+
+    async def _issue_floating(self, work: Sequence[Work], expects: Reduction | None) -> None:
+        await self._publish(bound for _, bound, _, _ in work)
+        await self._issue(self.floating, work, expects=expects)
+
+    async def reduce(self, replies: Sequence[Reply], reduction: Reduction) -> Params:
+        return await self._reduce([self._now.consumed[key] for key in sorted(r.key for r in replies)], reduction)
 
     # The head
 
@@ -568,7 +591,7 @@ class LiveFleet:
                 arguments_json=value,
                 objects=list(dict.fromkeys([*encoded.objects, *self.data.objects(spans)])),
                 spans=spans,
-                base_version=self.versions.get(worker, "") if pinned else "",
+                base_version=self.adopted_version(worker) if pinned else "",
                 next_version=f"r{holder.round}-a{attempt}-{key.replace('/', '.')}" if pinned else "",
                 num_inline=len(encoded.inline),
                 up_codec=specs.get(worker, self._run.up_codec),

@@ -81,6 +81,7 @@ class CommitRow:
     deal: Mapping[str, Any]
     accepted: tuple[ReplyRow, ...]
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    over: tuple[str, ...] = ()  # keys of work beyond rounds that nobody asks for any more, though it did not count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +122,12 @@ class Ledger:
         return attempt
 
     def discard(self, round: int, attempt: int, reason: str, deal: Any, operation: Operation | None = None) -> None:
+        """With an `operation`, one that goes back, all that was handed out beyond rounds is dropped too."""
         with self._db.transaction():
             if operation is not None:
                 self.record(operation)
+                for table in ("leases", "replies"):
+                    self._db.execute(f"DELETE FROM {table} WHERE round > ?", (round,))
             self._db.execute(
                 "UPDATE attempts SET status = 'discarded', reason = ? WHERE round = ? AND attempt = ?",
                 (reason, round, attempt),
@@ -152,9 +156,13 @@ class Ledger:
                 "tokens = tokens + excluded.tokens, rounds = rounds + 1",
                 [(r.worker, int(r.scalars.get("num_tokens", 0))) for r in row.accepted],
             )
-            for table in ("leases", "replies"):  # work beyond rounds is done once a commit used it
+            for table in ("leases", "replies"):  # work beyond rounds belongs to the round that used it
                 self._db.execute_many(
-                    f"DELETE FROM {table} WHERE round > ? AND key = ?", [(row.round, r.key) for r in row.accepted]
+                    f"UPDATE {table} SET round = ?, attempt = ? WHERE round > ? AND key = ?",
+                    [(row.round, row.attempt, row.round, r.key) for r in row.accepted],
+                )
+                self._db.execute_many(
+                    f"DELETE FROM {table} WHERE round > ? AND key = ?", [(row.round, key) for key in row.over]
                 )
             self._put_deal(row.deal)
             # What older rounds needed for replay is covered by this commit.
