@@ -2,8 +2,9 @@
 
 Four workers at 1 : 1 : 2 : 4 train on equally many tokens:
 
-`barrier`: DiLoCo, H steps of each worker in a round. `fixed`: asynchronous DiLoCo, H steps an update. `dynamic`: the
-same with floor(H v / v_max) steps, for an H with about the same mean.
+`barrier`: DiLoCo, H steps of each worker in a round. `fixed`: asynchronous DiLoCo, H steps an update, each counts when it
+comes. `dynamic`: the same with floor(H v / v_max) steps, for an H with about the same mean. `quorum`: those steps too, and
+a commit waits for three of the four and a little longer.
 
 Utilisation is the share of the workers' time in which they train, all together; counted, that of training which a
 commit used. Time to the same loss is until the validation loss of the committed model is first at most what the run
@@ -71,44 +72,51 @@ class Curve:
 
 
 def bench_unequal(
-    *, steps: int = 20, dynamic_steps: int = 40, rounds: int = 40, seeds: int = 3, barrier_lr: float = 0.7,
-    barrier_momentum: float = 0.6, async_lr: float = 0.7, async_momentum: float = 0.6,
+    *, steps: int = 20, dynamic_steps: int = 40, rounds: int = 15, seeds: int = 3, outer_lr: float = 1.0,
+    outer_momentum: float = 0.8, stale_outer_lr: float = 0.7, stale_outer_momentum: float = 0.8,
     told: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Means over seeds. `steps` is H of the runs with fixed steps, `rounds` what the barrier run takes with them."""
+    """Means over seeds. `steps` is H of the runs with fixed steps, `rounds` what the barrier run takes with them; the
+    outer step of those whose updates are stale is a smaller one."""
     torch.set_num_threads(1)
+    fresh = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
+    stale = {"outer_lr": stale_outer_lr, "outer_momentum": stale_outer_momentum}
+    methods: dict[str, tuple[Strategy, bool]] = {
+        "barrier": (DiLoCo(DiLoCoConfig.model_validate({"num_inner_steps": steps, **fresh})), False),
+        "fixed": (_asynchronous(num_inner_steps=steps, **stale), False),
+        "dynamic": (_asynchronous(num_inner_steps=dynamic_steps, **stale), True),
+        "quorum": (_asynchronous(num_inner_steps=dynamic_steps, quorum=0.75, **fresh), True),
+    }
     rows: list[dict[str, float]] = []
-
-    def asynchronous(num_steps: int) -> Strategy:
-        return AsyncDiLoCo(
-            AsyncDiLoCoConfig(num_inner_steps=num_steps, outer_lr=async_lr, outer_momentum=async_momentum)
-        )
-
     for seed in range(1, seeds + 1):
-        tokens = len(step_s) * rounds * steps
-        synchronous = DiLoCo(
-            DiLoCoConfig(num_inner_steps=steps, outer_lr=barrier_lr, outer_momentum=barrier_momentum)
-        )
-        barrier = _play(seed, tokens, synchronous, is_balanced=False)
-        fixed = _play(seed, tokens, asynchronous(steps), is_balanced=False)
-        dynamic = _play(seed, tokens, asynchronous(dynamic_steps), is_balanced=True)
-        rows.append({
-            "barrier_loss_nats": barrier.loss,
-            "fixed_loss_nats": fixed.loss,
-            "dynamic_loss_nats": dynamic.loss,
-            "barrier_utilisation": barrier.utilisation,
-            "fixed_utilisation": fixed.utilisation,
-            "dynamic_utilisation": dynamic.utilisation,
-            "dynamic_counted_utilisation": dynamic.counted_s / (len(step_s) * dynamic.seconds),
-            "barrier_s": barrier.seconds,
-            "fixed_s": fixed.seconds,
-            "dynamic_s": dynamic.seconds,
-            "dynamic_to_barrier_time_ratio": dynamic.time_to(barrier.loss) / barrier.seconds,
-            "dynamic_to_fixed_time_ratio": dynamic.time_to(fixed.loss) / fixed.time_to(fixed.loss),
-        })  # fmt: skip
+        curves = {
+            name: _play(seed, len(step_s) * rounds * steps, strategy, is_balanced=is_balanced)
+            for name, (strategy, is_balanced) in methods.items()
+        }
+        rows.append(_figures(curves))
         told(f"seed {seed}: {rows[-1]}")
     figures = {name: round(statistics.fmean(row[name] for row in rows), 4) for name in rows[0]}
     return {"workers": len(step_s), "steps": steps, "dynamic_steps": dynamic_steps, "seeds": seeds} | figures
+
+
+def _asynchronous(**settings: float) -> Strategy:
+    return AsyncDiLoCo(AsyncDiLoCoConfig.model_validate(settings))
+
+
+def _figures(curves: dict[str, Curve]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for name, curve in curves.items():
+        figures |= {
+            f"{name}_loss_nats": curve.loss,
+            f"{name}_s": curve.seconds,
+            f"{name}_utilisation": curve.utilisation,
+            f"{name}_counted_utilisation": curve.counted_s / (len(step_s) * curve.seconds),
+        }
+    for name in ("dynamic", "quorum"):
+        for other in ("barrier", "fixed"):
+            loss = curves[other].loss
+            figures[f"{name}_to_{other}_time_ratio"] = curves[name].time_to(loss) / curves[other].time_to(loss)
+    return figures
 
 
 def _play(seed: int, num_steps: int, strategy: Strategy, *, is_balanced: bool) -> Curve:

@@ -48,8 +48,7 @@ def reduce_replies(
 ) -> Combined:
     """The reduction of the replies, whose updates are at `paths`, as the vector `name`. Blocks."""
     weights = [
-        (float(row.scalars[reduction.weight]) if reduction.weight else 1.0)
-        * reduction.factor(row.worker, row.key)
+        (float(row.scalars[reduction.weight]) if reduction.weight else 1.0) * reduction.factor(row.worker, row.key)
         for row in rows
     ]
     updates, layout = list(zip(paths, weights, strict=True)), run.layout

@@ -47,7 +47,7 @@ class AsyncDiLoCoConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_inner_steps: int = Field(
-        default=100, ge=1, description='H: inner steps of an update; of the fastest worker\'s with fleet.balance = "time"'
+        default=100, ge=1, description="H: inner steps of an update; where work is balanced, of the fastest worker's"
     )
     outer_lr: float = Field(default=0.7, gt=0, description="eta: size of the outer step")
     outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="mu: delayed Nesterov momentum")

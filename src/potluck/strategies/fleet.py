@@ -1,9 +1,10 @@
 """How a strategy sees the machines: the `Fleet` protocol.
 
 Three verbs cover every method: `call` (one task for each named worker, a minimum of replies), `next` (whoever is
-idle, first reply; `gather`: the first few) and `map` (a bag of pure tasks, re-issued until all are done); `open`, `send` and `receive` drive
-sessions. Every verb takes an explicit `key`, unique within the round: after a restart the round is run again from its
-top, and a verb whose key was answered before returns the logged replies in the logged order.
+idle, first reply; `gather` takes the first few) and `map` (a bag of pure tasks, re-issued until all are done); `open`,
+`send` and `receive` drive sessions. Every verb takes an explicit `key`, unique within the round: after a restart the
+round is run again from its top, and a verb whose key was answered before returns the logged replies in the logged
+order.
 """
 
 from __future__ import annotations
