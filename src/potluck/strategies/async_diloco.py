@@ -50,7 +50,7 @@ class AsyncDiLoCoConfig(BaseModel):
         default=100, ge=1, description="H: inner steps of an update; where work is balanced, of the fastest worker's"
     )
     outer_lr: float = Field(default=0.7, gt=0, description="eta: size of the outer step")
-    outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="mu: delayed Nesterov momentum")
+    outer_momentum: float = Field(default=0.6, ge=0, lt=1, description="mu: delayed Nesterov momentum")
     momentum_every: int = Field(
         default=0, ge=0, description="N: updates after which the momentum moves; 0 for as many as there are workers"
     )
