@@ -70,10 +70,14 @@ class Reduction:
 
 
 def weighted_mean(
-    name: str, *, by: str, previous: Params | None = None, factors: Mapping[str, float] | None = None
+    name: str,
+    *,
+    by: str,
+    previous: Params | None = None,
+    factors: Mapping[WorkerId, float] | Mapping[str, float] | None = None,
 ) -> Reduction:
     """sum_i w_i x_i / sum_i w_i, w_i the scalar `by` of reply i, times the factor of its worker where it has one."""
-    return Reduction(name=name, weight=by, mean=True, previous=previous, factors=factors or {})
+    return Reduction(name=name, weight=by, mean=True, previous=previous, factors=dict((factors or {}).items()))
 
 
 def total(name: str, *, over: str = "") -> Reduction:
