@@ -72,20 +72,20 @@ class Curve:
 
 
 def bench_unequal(
-    *, steps: int = 20, rounds: int = 24, seeds: int = 3, outer_lr: float = 1.0,
+    *, steps: int = 20, dynamic_steps: int = 40, rounds: int = 24, seeds: int = 3, outer_lr: float = 1.0,
     outer_momentum: float = 0.8, stale_outer_lr: float = 0.7, stale_outer_momentum: float = 0.8,
     told: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Means over seeds. `steps` is H, `rounds` what the barrier run takes; the outer step of those whose updates are
-    stale is a smaller one."""
+    """Means over seeds. `steps` is H where it is fixed, `dynamic_steps` that of the fastest worker, with the same
+    mean; `rounds` is what the barrier run takes. The outer step of those whose updates are stale is a smaller one."""
     torch.set_num_threads(1)
     fresh = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
     stale = {"outer_lr": stale_outer_lr, "outer_momentum": stale_outer_momentum}
     methods: dict[str, tuple[Strategy, bool]] = {
         "barrier": (DiLoCo(DiLoCoConfig.model_validate({"num_inner_steps": steps, **fresh})), False),
         "fixed": (_asynchronous(num_inner_steps=steps, **stale), False),
-        "dynamic": (_asynchronous(num_inner_steps=steps, **stale), True),
-        "quorum": (_asynchronous(num_inner_steps=steps, quorum=0.75, **fresh), True),
+        "dynamic": (_asynchronous(num_inner_steps=dynamic_steps, **stale), True),
+        "quorum": (_asynchronous(num_inner_steps=dynamic_steps, quorum=0.75, **fresh), True),
     }
     rows: list[dict[str, float]] = []
     for seed in range(1, seeds + 1):
@@ -96,7 +96,13 @@ def bench_unequal(
         rows.append(_figures(curves))
         told(f"seed {seed}: {rows[-1]}")
     figures = {name: round(statistics.fmean(row[name] for row in rows), 4) for name in rows[0]}
-    return {"workers": len(step_s), "steps": steps, "rounds": rounds, "seeds": seeds} | figures
+    return {
+        "workers": len(step_s),
+        "steps": steps,
+        "dynamic_steps": dynamic_steps,
+        "rounds": rounds,
+        "seeds": seeds,
+    } | figures
 
 
 def _asynchronous(**settings: float) -> Strategy:
@@ -127,7 +133,7 @@ def _play(seed: int, num_steps: int, strategy: Strategy, *, is_balanced: bool) -
 
 async def _run(seed: int, num_steps: int, strategy: Strategy, is_balanced: bool, folder: Path) -> Curve:
     problem = Problem(
-        seed=seed, num_shards=16, sequences_per_shard=256, validate=False,
+        seed=seed, num_shards=16, sequences_per_shard=1024, validate=False,
         inner=InnerConfig(lr=3e-3, batch_size=batch_size, warmup=0.05),
         fleet=FleetConfig(min_workers=len(step_s), balance="time" if is_balanced else "none"),
     )  # fmt: skip
