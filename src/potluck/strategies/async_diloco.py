@@ -94,8 +94,8 @@ class AsyncDiLoCo:
         config, run, workers = self.config, fleet.run, fleet.workers()
         num_steps = min(config.num_inner_steps, run.steps_left(state, len(workers)))
         sequences_per_step = run.inner.sequences_per_step
-        progress = run.progress_span(state, num_steps * len(workers))
         paces = {w.id: w.pace for w in workers if w.pace}
+        progress = run.progress_span(state, sum(dynamic_steps(num_steps, w, paces) for w in workers))
 
         def offer(worker: WorkerInfo) -> BoundTask:
             steps = dynamic_steps(num_steps, worker, paces)
