@@ -52,6 +52,44 @@ def diloco(problem: Problem, *, num_inner_steps: int, outer_lr: float, outer_mom
     return theta.detach()
 
 
+fragment_of = {"h.0.": 0, "h.1.": 1, "wte": 0, "wpe": 1, "ln_f": 1} | {
+    "layers.0.": 0, "layers.1.": 1, "embed_tokens": 0, "model.norm": 0, "lm_head": 1
+}  # fmt: skip
+"""How the layers of the problem's two models are dealt to two fragments, and the rest, the largest first."""
+
+
+def streaming_diloco(
+    problem: Problem, *, num_inner_steps: int, overlap_steps: int, mixing: float, outer_lr: float, outer_momentum: float
+) -> Tensor:
+    """One worker and two fragments, step by step: what is sent is taken up `overlap_steps` later."""
+    model = problem.model()
+    inner = make_adamw(model, problem)
+    pieces: list[list[nn.Parameter]] = [[], []]
+    for name, parameter in model.named_parameters():
+        pieces[next(p for part, p in fragment_of.items() if part in name)].append(parameter)
+    common = [[nn.Parameter(x.detach().clone()) for x in piece] for piece in pieces]
+    outer = [torch.optim.SGD(c, lr=outer_lr, momentum=outer_momentum, nesterov=True) for c in common]
+    num_steps, num_rounds = num_inner_steps // 2, problem.num_rounds
+    batches = problem.batches(num_rounds * num_steps * problem.inner.batch_size)
+    received = [[x.detach().clone() for x in piece] for piece in pieces]
+    on_the_way: dict[int, tuple[int, list[Tensor]]] = {}
+    for step in range(num_rounds * num_steps):
+        if step in on_the_way:
+            p, new = on_the_way.pop(step)
+            received[p] = new
+            for mine, theirs in zip(pieces[p], new, strict=True):
+                mine.data.copy_(mixing * mine.data + (1 - mixing) * theirs)
+        train_step(model, inner, next(batches), problem, step / (num_rounds * num_steps))
+        if (step + 1) % num_steps == 0:
+            p = step // num_steps % 2
+            for x, base, mine in zip(common[p], received[p], pieces[p], strict=True):
+                x.grad = base - mine.detach()
+            outer[p].step()
+            on_the_way[step + 1 + overlap_steps] = p, [x.detach().clone() for x in common[p]]
+    whole = {id(mine): x for p in range(2) for mine, x in zip(pieces[p], common[p], strict=True)}
+    return torch.cat([whole[id(p)].detach().reshape(-1) for p in model.parameters()])
+
+
 def sync_sgd(problem: Problem, num_workers: int = 1) -> tuple[Tensor, list[float]]:
     """A plain loop whose batch is what all workers read in that step. Parameters and the loss of every step."""
     model = problem.model()

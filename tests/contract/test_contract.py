@@ -16,6 +16,7 @@ from potluck.simulator.exact.problem import Problem
 from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
+from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig
 from potluck.strategies.sub_gemm.strategy import SubGEMM, SubGEMMConfig
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
 
@@ -37,6 +38,8 @@ pytestmark = pytest.mark.timeout(180)  # over gRPC whole runs take real time, mo
 
 diloco_settings = {"num_inner_steps": 5, "outer_lr": 0.7, "outer_momentum": 0.6}
 async_settings = {"num_inner_steps": 5, "outer_lr": 0.7, "outer_momentum": 0.6}
+streaming_settings = {"num_inner_steps": 6, "overlap_steps": 4, "mixing": 0.5, "outer_lr": 0.7, "outer_momentum": 0.6}
+senders = ["async_diloco", "diloco", "streaming_diloco", "sync_sgd"]  # whose workers send updates
 cases = {
     "async_diloco": Case(
         make=lambda: AsyncDiLoCo(AsyncDiLoCoConfig(quorum=1.0, **async_settings)),  # pyright: ignore[reportArgumentType]
@@ -47,6 +50,11 @@ cases = {
         make=lambda: DiLoCo(DiLoCoConfig(**diloco_settings)),  # pyright: ignore[reportArgumentType]
         reference=lambda problem: references.diloco(problem, **diloco_settings),  # pyright: ignore[reportArgumentType]
         num_rounds=4,
+    ),
+    "streaming_diloco": Case(
+        make=lambda: StreamingDiLoCo(StreamingDiLoCoConfig(num_fragments=2, **streaming_settings)),  # pyright: ignore[reportArgumentType]
+        reference=lambda problem: references.streaming_diloco(problem, **streaming_settings),  # pyright: ignore[reportArgumentType]
+        num_rounds=8,
     ),
     "sub_gemm": Case(
         make=lambda: SubGEMM(SubGEMMConfig(head_computes=False, least_side=4)),
@@ -90,7 +98,7 @@ def test_stop_and_resume_changes_nothing(case: Case, sockets: bool) -> None:
 
 
 @pytest.mark.parametrize(("up", "down"), [("int4+ef", "int8-delta"), ("topk(25%)+2bit+ef(0.95)", "bf16")])
-@pytest.mark.parametrize("name", ["async_diloco", "diloco", "sync_sgd"])  # whose workers send updates
+@pytest.mark.parametrize("name", senders)
 def test_error_feedback_and_deltas_go_on_exactly_after_a_restart(name: str, up: str, down: str, sockets: bool) -> None:
     case = cases[name]
     checks.resumes_exactly(case.problem(up_codec=up, down_codec=down), case.make, sockets=sockets)
@@ -101,7 +109,7 @@ def test_the_same_seed_gives_the_same_trace(case: Case, sockets: bool) -> None:
 
 
 @pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("int8", "bf16")])
-@pytest.mark.parametrize("name", ["async_diloco", "diloco", "sync_sgd"])
+@pytest.mark.parametrize("name", senders)
 def test_it_moves_what_it_says(name: str, codecs: tuple[str, str], sockets: bool) -> None:
     case, (up, down) = cases[name], codecs
     checks.moves_what_it_says(case.problem(up_codec=up, down_codec=down), case.make, sockets=sockets)

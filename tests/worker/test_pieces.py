@@ -126,7 +126,7 @@ def test_what_stays_is_given_up_after_what_passes() -> None:
         for id in range(8, 12):  # nothing that passes is left to give up
             await device.give(id, values(256), name=f"stays:w{id}@1")
             await device.reply(id)
-            assert device.pieces.shards.num_bytes <= least_limit_bytes
+            assert device.pieces.room.shard_bytes <= least_limit_bytes
         await device.give(12, None, name="stays:w8@1")
         assert (await device.reply(12)).missing == ("a",)
 

@@ -68,7 +68,7 @@ def test_a_copy_that_a_full_disk_cut_off_does_not_stay(tmp_path: Path, monkeypat
     async def main() -> None:
         first, second = Worker(tmp_path, "a"), Worker(tmp_path, "b")
         await first.fetch()
-        monkeypatch.setattr("potluck.worker.share._link_or_copy", copy_a_part)
+        monkeypatch.setattr("potluck.worker.share.link_or_copy", copy_a_part)
         with pytest.raises(ResourceError, match="bytes free and more is needed"):
             await second.fetch()
         assert not list(tmp_path.rglob("*.tmp"))

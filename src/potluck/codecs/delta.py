@@ -14,6 +14,7 @@ from torch import Tensor
 
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import Bundle, write_flat_slices
+from potluck.types.errors import CorruptError
 from potluck.types.params import Layout
 
 WHOLE = "params"
@@ -32,3 +33,12 @@ def write_sum(path: Path, base: Path, change: Path, layout: Layout) -> None:
             return values
 
         write_flat_slices(path, WHOLE, read, layout, codec("fp32"))
+
+
+def layout_of(bundle: Bundle, layout: Layout) -> Layout:
+    """The layout of the parameters in a bundle: of the model, or of some of its tensors. CorruptError."""
+    names = [name.removeprefix(f"{WHOLE}/") for name in bundle.entries if name.startswith(f"{WHOLE}/")]
+    try:
+        return layout.part(layout.numbers_of(names))
+    except KeyError as error:
+        raise CorruptError(f"{bundle.path.name} holds {str(error)[:100]}, which this model has not") from error

@@ -24,6 +24,7 @@ from potluck.coordinator.plan import Plan
 from potluck.coordinator.uploads import Uploads
 from potluck.fleet.head import HEAD
 from potluck.fleet.intake import Intake
+from potluck.fleet.leases import AHEAD, FLOATING
 from potluck.fleet.live import LiveFleet
 from potluck.fleet.roster import Roster
 from potluck.storage.database import Database
@@ -209,10 +210,13 @@ class Coordinator:
 
     async def _discard(self, state: State, reason: str, operation: Operation | None = None) -> None:
         async with self.whole:
+            beyond = [AHEAD]
             if operation is not None:  # the run goes back: what is under way came of the state that is no good
-                self.fleet.drop_floating()
+                self.fleet.arrivals.drop()
+                beyond.append(FLOATING)
             deal = self.fleet.settle_data(committed=False)
-            await self.lanes.ledger.run(self.ledger.discard, state.round, self._attempt, reason, deal, operation)
+            discard = partial(self.ledger.discard, beyond=beyond)
+            await self.lanes.ledger.run(discard, state.round, self._attempt, reason, deal, operation)
             self.fleet.end(committed=False)
 
     async def _roll_back(self, state: State, reason: Diverged) -> State:

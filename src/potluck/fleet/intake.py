@@ -83,7 +83,7 @@ class Intake:
         for ack in report.input_acks[:MAX_RESULTS]:
             key, _, step = ack.rpartition("/")
             if step.isdecimal() and len(step) < 20 and self._holds_session(member, key):
-                self._fleet.acknowledge_input(key, int(step))
+                self._fleet.sessions.acknowledge_input(key, int(step))
         reported: set[LeaseId] = set()
         for result in report.results[:MAX_RESULTS]:
             id = (result.round, result.attempt, result.key)
@@ -166,6 +166,10 @@ class Intake:
         if result.not_finite:
             self._fleet.overflowed.add(member.id)
         self._verdict(member, lease.id, "dropped", "the task failed")
+        if result.lacks_state:  # its disk is gone, or another one: no fault of what it does
+            await self._fleet.ahead.lacks_state(member.id)
+            await self._fleet.fail(lease, reason)
+            return
         await self._fleet.fail(lease, reason)
         self._fleet.roster.failed(member, reason, self._clock.now())
 
@@ -197,7 +201,7 @@ class Intake:
         self._fleet.roster.succeeded(member)
         is_first = True
         if "@" in result.key:
-            await self._fleet.emitted(lease, result.step, scalars, result.object)
+            await self._fleet.sessions.emitted(lease, result.step, scalars, result.object)
         else:
             seconds, in_all_s = self._seconds(lease, result), self._clock.now() - lease.issued_at
             trained = num_trained(lease.message, scalars)
@@ -266,7 +270,8 @@ class Intake:
     def _check_object(self, lease: OpenLease, digest: str) -> None:
         object = check_digest(digest)
         if lease.expects is not None:
-            self._fleet.updates.check(object, lease.expects.name, self._fleet.config.max_update_norm or math.inf)
+            limit = self._fleet.config.max_update_norm or math.inf
+            self._fleet.updates.check(object, lease.expects.name, limit, lease.message.part)
 
     def _is_lost(self, digest: str) -> bool:
         """Whether this machine's disk has spoilt an object since it came; it is removed then."""

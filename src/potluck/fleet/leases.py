@@ -20,6 +20,9 @@ from potluck.types.ids import WorkerId
 FLOATING = (1 << 40) - 1
 """The round under which work is kept that may outlive rounds: `next` and sessions."""
 
+AHEAD = FLOATING - 1
+"""The round under which work is kept that is begun before the rounds that collect it: `enqueue`."""
+
 restart_grace = 5.0
 """After a restart of the coordinator workers have this many times `reconnect_s` to find it again."""
 

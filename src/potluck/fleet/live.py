@@ -11,15 +11,14 @@ import asyncio
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from potluck.aggregation.report import Report
 from potluck.clock import Clock, Lanes
-from potluck.fleet.arrivals import Arrivals, Offer, Wanted, Work, given_up, handed_out_in
+from potluck.fleet.arrivals import Arrivals, Offer, Wanted, given_up
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.claims import claims_of
 from potluck.fleet.config import FleetConfig
@@ -27,13 +26,15 @@ from potluck.fleet.cutting import Cutting
 from potluck.fleet.data import DataPlane
 from potluck.fleet.encoding import UpEncoding
 from potluck.fleet.head import HEAD, HeadWork, credit
-from potluck.fleet.leases import FLOATING, LeaseBook, Lost, OpenLease, Outcome, wire_attempt
+from potluck.fleet.leases import AHEAD, FLOATING, LeaseBook, Lost, OpenLease, Outcome, wire_attempt
+from potluck.fleet.overlap import Overlap
 from potluck.fleet.paces import Paces, cohort, facts
 from potluck.fleet.publisher import Publisher
 from potluck.fleet.reduction import Updates, check_reduction
 from potluck.fleet.roster import LeaseId, Roster
+from potluck.fleet.sessions import Sessions
 from potluck.fleet.spread import Spreader
-from potluck.fleet.waiting import a_little, until_here
+from potluck.fleet.waiting import until_here
 from potluck.fleet.watch import Watch, tick_s
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
@@ -72,30 +73,22 @@ class LiveFleet:
         self.encoding = UpEncoding(run, roster, lanes.compute)
         self.publisher, self.updates = publisher, updates
         self.book = LeaseBook()
-        self.watching = Watch(roster, self.book, clock, lose=self._lose)
+        self.watching = Watch(roster, self.book, clock, lose=self.lose)
         self.spreader = Spreader(roster, clock, lanes.transfers)
         self.spreader.waits = self._waits_for_devices
         self._head = HeadWork(
-            spreader=self.spreader,
-            params=params,
-            objects=objects,
-            data=data,
-            ledger=ledger,
-            clock=clock,
-            lanes=lanes,
+            spreader=self.spreader, params=params, objects=objects, data=data, ledger=ledger, clock=clock, lanes=lanes,
             secret=secret,
-        )
+        )  # fmt: skip
         self.floating = Attempt(round=FLOATING)
-        self._now = Attempt()
+        self.ahead, self.sessions = Overlap(self, ledger, lanes.ledger), Sessions(self, ledger, lanes.ledger)
+        self.arrivals = Arrivals(self, clock, ledger, lanes.ledger)
+        self.now = Attempt()
         self.operands: dict[LeaseId, tuple[Tensor, ...]] = {}  # inline tensors of open leases
         self._inline: dict[str, Mapping[str, Tensor]] = {}  # inline tensors of replies, by key
         self.versions: dict[str, str] = {}  # the committed pinned state of each worker
         self.paces = Paces(run, roster)
         self.watching.late = lambda lease, s: self.paces.observe(lease.worker, s, lease.message.num_sequences)
-        self._arrivals = Arrivals(
-            roster, self.book, clock, self.paces, issue=self._issue_floating, ready=self.ready, decide=self._decide
-        )
-        self._arrivals.claimed = lambda lease: self.claimed(lease)
         self.overflowed: set[WorkerId] = set()  # to whom a loss or gradient of this attempt was not finite
         self._num_outputs = 0
         self.figures: dict[str, float] = {}  # that the strategy reported in this attempt
@@ -107,7 +100,7 @@ class LiveFleet:
 
     @property
     def run(self) -> RunFacts:
-        return facts(self._run, self._now.decisions)
+        return facts(self._run, self.now.decisions)
 
     def adopt(self, run: RunFacts, config: FleetConfig) -> None:
         """Go by these from now on; a round that is under way keeps the facts that it began with."""
@@ -121,9 +114,10 @@ class LiveFleet:
     async def begin(self, round: int, attempt: int) -> None:
         """Work on this attempt from now on, with whatever the ledger has of it."""
         await self.ready(1)  # whoever was here may have left meanwhile, and a round needs someone
-        here = [w.id for w in self.roster.here(self._clock.now())]
+        here = sorted({*(w.id for w in self.roster.here(self._clock.now())), *self.ahead.work.under_way()})
         first = self.paces.first(here, balance=self.config.balance == "time")
-        self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt, first)
+        first |= self.ahead.begin(here)
+        self.now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt, first)
         self._inline.clear()
         self.overflowed.clear()
         self.figures.clear()
@@ -136,25 +130,26 @@ class LiveFleet:
         self.versions = await self._lanes.ledger.run(self.ledger.versions)
         for rows in self.floating.leases.values():
             if rows[-1].status == "open":
-                lease = self._attach(rows[-1], attempt=0, expects=None)
+                lease = self.attach(rows[-1], attempt=0, expects=None)
                 lease.is_taken_over, lease.claimed = True, lease.message.kind == "session"
+        await self.ahead.recover()
 
     async def recover_attempt(self, round: int, attempt: int) -> None:
         """After a restart: what the open attempt handed out, so that workers go on with it until it is claimed."""
-        self._now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt)
-        for rows in self._now.leases.values():
+        self.now = await self._lanes.ledger.run(read_attempt, self.ledger, round, attempt)
+        for rows in self.now.leases.values():
             for row in rows:
-                if row.status == "open" and row.worker != HEAD and row.key not in self._now.replies:
-                    lease = self._attach(row, attempt=attempt, expects=None)
+                if row.status == "open" and row.worker != HEAD and row.key not in self.now.replies:
+                    lease = self.attach(row, attempt=attempt, expects=None)
                     lease.claimed, lease.is_taken_over = False, True
 
     def accepted(self) -> tuple[ReplyRow, ...]:
         """The replies that the verbs of this attempt returned, in the order of their keys."""
-        return tuple(self._now.consumed[key] for key in sorted(self._now.consumed))
+        return tuple(self.now.consumed[key] for key in sorted(self.now.consumed))
 
     def cut_short(self) -> dict[WorkerId, int]:
         """Steps that were granted and not taken, of those whose accepted work ended early."""
-        return {WorkerId(worker): left for worker, left in self._now.steps_left().items() if left}
+        return {WorkerId(worker): left for worker, left in self.now.steps_left().items() if left}
 
     def adopted_version(self, worker: WorkerId) -> str:
         """The pinned state that the worker's next task starts from: that of its last accepted work, where this is
@@ -162,22 +157,24 @@ class LiveFleet:
         return self.floating.last_version(worker) or self.versions.get(worker, "")
 
     def over(self) -> tuple[str, ...]:
-        """Keys of work beyond rounds that was given up."""
-        return given_up(self.floating)
+        """Keys of work beyond rounds that nobody asks for again once this attempt is committed."""
+        return (*given_up(self.floating), *self.ahead.over())
 
     def held_versions(self, worker: WorkerId) -> list[str]:
         """Pinned states that a worker must keep, since their round may still be committed."""
-        return [*self._now.versions_of(worker), *self.floating.versions_of(worker)]
+        beyond = (self.floating, self.ahead.work.attempt)
+        return [*self.now.versions_of(worker), *(v for x in beyond for v in x.versions_of(worker))]
 
     def settle_data(self, *, committed: bool) -> Any:
         """What accepted replies trained counts as consumed, all other data of the attempt goes back to be dealt.
 
         Returns the deal, to be written down with the commit or the discard.
         """
-        self._now.settle(self.data, committed=committed)
-        for key in self._now.consumed if committed else ():
-            for row in self.floating.leases.get(key, []):
+        self.now.settle(self.data, committed=committed)
+        for key in self.now.consumed if committed else ():
+            for row in (*self.floating.leases.get(key, []), *self.ahead.work.attempt.leases.get(key, [])):
                 self.data.settle(pb.Lease.FromString(row.lease).spans, consumed=True)
+        self.ahead.settle_data(self.now.consumed, committed=committed)
         return self.data.to_json()
 
     def objects_in_use(self) -> set[Digest]:
@@ -186,38 +183,33 @@ class LiveFleet:
         named = {Digest(d) for x in leases for d in x.message.objects}
         sent = {Digest(d) for x in leases for given in self.inputs(x.message.key) for d in given.objects}
         replied = {Digest(r.object) for r in self.floating.replies.values() if r.object}
-        return self.publisher.objects() | named | sent | replied
-
-    def drop_floating(self) -> None:
-        """Nothing that was handed out beyond rounds counts any more; its data goes back to be dealt."""
-        for lease in [x for x in self.book.open.values() if x.message.round == FLOATING]:
-            self._give_up(lease, "the run went back to the round before")
-        self.floating.settle_replied(self.data)
-        self.floating = Attempt(round=FLOATING)
-        self._now.consumed.clear()
+        return self.publisher.objects() | named | sent | replied | self.ahead.objects()
 
     def restart(self) -> None:
         """The run goes back: nothing that was handed out counts any more, nor what workers have kept of it."""
         for lease in list(self.book.open.values()):
-            self._give_up(lease, "the run went back to an earlier round")
-        self.floating, self._now = Attempt(round=FLOATING), Attempt()
+            self.give_up(lease, "the run went back to an earlier round")
+        self.floating, self.now = Attempt(round=FLOATING), Attempt()
+        self.ahead = Overlap(self, self.ledger, self._lanes.ledger)
         self.versions.clear()
         self.end(committed=False)
 
     def end(self, *, committed: bool) -> None:
         """The attempt is over and written down: what is still open of it is not wanted any more."""
         if committed:
-            for key in self.over():
+            for key in given_up(self.floating):
                 self.floating.leases.pop(key, None)
-            for key, row in self._now.consumed.items():
+            self.ahead.committed()
+            for row in self.accepted():
+                key = row.key
                 self.floating.leases.pop(key, None)
                 self.floating.drop_reply(key)
                 if row.version:
                     self.versions[row.worker] = row.version
         self._inline.clear()
         verdict = "the round was committed without it" if committed else "the round was discarded"
-        for lease in [x for x in self.book.open.values() if x.message.round == self._now.round]:
-            self._give_up(lease, verdict)
+        for lease in [x for x in self.book.open.values() if x.message.round == self.now.round]:
+            self.give_up(lease, verdict)
         for member in self.roster.members.values():
             member.changed.set()
 
@@ -227,23 +219,29 @@ class LiveFleet:
         """Give up what will not be answered any more. Runs as long as the fleet."""
         await self.watching.run()
 
-    async def _lose(self, lease: OpenLease, reason: str) -> None:
-        self._give_up(lease, reason)
+    async def lose(self, lease: OpenLease, reason: str) -> None:
+        self.give_up(lease, reason)
         self.lost(lease.worker, reason)
-        await self._log_loss(lease, reason)
+        await self.log_loss(lease, reason)
 
-    async def _log_loss(self, lease: OpenLease, reason: str) -> None:
+    async def log_loss(self, lease: OpenLease, reason: str) -> None:
         message = lease.message
-        deal = self.data.to_json() if message.round == FLOATING else None  # of a round it is written when that ends
-        if message.round == FLOATING:
-            self.floating.lose(message.key, lease.issue, reason)
+        deal = self.data.to_json() if message.round >= AHEAD else None  # of a round it is written when that ends
+        if message.round >= AHEAD:
+            self._holder(message.round).lose(message.key, lease.issue, reason)
         await self._lanes.ledger.run(
             self.ledger.settle, message.round, lease.attempt, message.key, lease.issue, "lost", reason, deal,
             self.paces.kept(lease.worker, message.num_sequences),
         )  # fmt: skip
+        if message.round == AHEAD:
+            await self.ahead.broke(lease, reason)
 
-    def _give_up(self, lease: OpenLease, reason: str, *, failed: bool = False) -> None:
-        if lease.message.round == FLOATING and lease.id in self.book.open:
+    def _holder(self, round: int) -> Attempt:
+        """Where work is kept."""
+        return {FLOATING: self.floating, AHEAD: self.ahead.work.attempt}.get(round, self.now)
+
+    def give_up(self, lease: OpenLease, reason: str, *, failed: bool = False) -> None:
+        if lease.message.round >= AHEAD and lease.id in self.book.open:
             self.data.settle(lease.message.spans, consumed=False)  # no round's end does it
         self.book.close(lease, Lost(lease.worker, reason, failed))
         self.operands.pop(lease.id, None)
@@ -251,9 +249,9 @@ class LiveFleet:
 
     async def fail(self, lease: OpenLease, reason: str) -> None:
         """The worker could not do it, or its result was refused."""
-        self._give_up(lease, reason, failed=True)
+        self.give_up(lease, reason, failed=True)
         self.lost(lease.worker, reason)
-        await self._log_loss(lease, reason)
+        await self.log_loss(lease, reason)
 
     async def accept(
         self, lease: OpenLease, scalars: Mapping[str, Any], object: str, inline: Mapping[str, Tensor]
@@ -269,10 +267,10 @@ class LiveFleet:
         )
         if lease.id not in self.book.open:
             return False  # given up while this was written down: its round is over
-        holder = self.floating if message.round == FLOATING else self._now
+        holder = self._holder(message.round)
         is_present = holder.round == message.round and holder.attempt == lease.attempt
         if not is_first or (is_present and row.key in holder.replies):
-            self._give_up(lease, "another worker was first")
+            self.give_up(lease, "another worker was first")
             return False
         if is_present:
             holder.add_reply(row)
@@ -294,7 +292,7 @@ class LiveFleet:
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Who was here when the attempt began, as it was written down then."""
-        return cohort(self._now.decisions, self.roster.members)
+        return cohort(self.now.decisions, self.roster.members)
 
     async def ready(self, num_workers: int = 0) -> None:
         """Wait until that many workers are here: `waiting.until_here`."""
@@ -316,7 +314,7 @@ class LiveFleet:
     ) -> Replies:
         if reduce:
             check_reduction(reduce, self._run.aggregation)
-        await self._publish(tasks.values())
+        await self.publish(tasks.values())
         outcomes = await self._settle_all(
             {f"{key}/{worker}": (worker, tasks[worker]) for worker in sorted(tasks)}, expects=reduce,
             num_needed=max(min_replies, math.ceil(len(tasks) / 2)),
@@ -327,10 +325,10 @@ class LiveFleet:
             raise RoundFailed(
                 f"{len(rows)} of {len(tasks)} workers replied and {min_replies} must: {'; '.join(reasons)}"
             )
-        replies = tuple(self._reply(row) for row in rows)
+        replies = tuple(self.reply_of(row) for row in rows)
         for row in rows:
-            self._now.consumed[row.key] = row
-        value = await self._reduce(rows, reduce) if reduce else None
+            self.now.consumed[row.key] = row
+        value = await self.reduced(rows, reduce) if reduce else None
         return Replies(replies=replies, value=value)
 
     async def _settle_all(
@@ -341,16 +339,16 @@ class LiveFleet:
         waiting: dict[str, OpenLease] = {}
         fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
         for key, (worker, bound) in work.items():
-            if key in self._now.replies:
-                outcomes[key] = self._now.replies[key]
-            elif rows := self._now.leases.get(key):
+            if key in self.now.replies:
+                outcomes[key] = self.now.replies[key]
+            elif rows := self.now.leases.get(key):
                 if rows[-1].status == "open":
-                    waiting[key] = self._attach(rows[-1], attempt=self._now.attempt, expects=expects)
+                    waiting[key] = self.attach(rows[-1], attempt=self.now.attempt, expects=expects)
                 else:
                     outcomes[key] = Lost(worker, rows[-1].reason)
             else:
                 fresh.append((worker, bound, key, 0))
-        for lease in await self._issue(self._now, fresh, expects=expects):
+        for lease in await self.issue(self.now, fresh, expects=expects):
             waiting[lease.message.key] = lease
         num_replied = sum(isinstance(outcome, ReplyRow) for outcome in outcomes.values())
         cutting = Cutting(
@@ -359,18 +357,27 @@ class LiveFleet:
         outcomes |= await cutting.outcomes()
         return [outcomes[key] for key in work]
 
+    async def enqueue(
+        self, tasks: Mapping[WorkerId, BoundTask], *, key: str, reduce: Reduction | None = None,
+        afresh: Collection[WorkerId] = (),
+    ) -> None:  # fmt: skip
+        await self.ahead.enqueue(tasks, key, reduce, afresh)
+
+    async def collect(self, keys: Sequence[str], *, min_replies: int, reduce: Reduction | None = None) -> Replies:
+        return await self.ahead.collect(keys, min_replies, reduce)
+
     async def map(self, tasks: Sequence[BoundTask], *, key: str) -> tuple[Reply, ...]:
         assert all(t.kind == "pure" for t in tasks), "only pure tasks can be done by anyone"
-        await self._publish(tasks)
+        await self.publish(tasks)
         bag = {f"{key}/{i}": bound for i, bound in enumerate(tasks)}
         running: dict[str, list[OpenLease]] = {}
         failures: dict[str, list[Lost]] = {}
         took: list[float] = []
         for task_key in bag:
-            for row in self._now.leases.get(task_key, []):
-                if row.status == "open" and task_key not in self._now.replies:
-                    running.setdefault(task_key, []).append(self._attach(row, attempt=self._now.attempt, expects=None))
-        while missing := [k for k in bag if k not in self._now.replies]:
+            for row in self.now.leases.get(task_key, []):
+                if row.status == "open" and task_key not in self.now.replies:
+                    running.setdefault(task_key, []).append(self.attach(row, attempt=self.now.attempt, expects=None))
+        while missing := [k for k in bag if k not in self.now.replies]:
             for task_key, lease in [(k, x) for k, leases in running.items() for x in leases if x.outcome.done()]:
                 running[task_key].remove(lease)
                 outcome = lease.outcome.result()
@@ -387,11 +394,11 @@ class LiveFleet:
         for leases in running.values():
             for lease in leases:
                 if not lease.outcome.done():
-                    self._give_up(lease, "another worker was first")
-        rows = [self._now.replies[k] for k in bag]
+                    self.give_up(lease, "another worker was first")
+        rows = [self.now.replies[k] for k in bag]
         for row in rows:
-            self._now.consumed[row.key] = row
-        return tuple(self._reply(row) for row in rows)
+            self.now.consumed[row.key] = row
+        return tuple(self.reply_of(row) for row in rows)
 
     def _refuse_hopeless(self, task: str, failures: Sequence[Lost]) -> None:
         """RoundFailed when a task failed often enough, and not only in the hands of one worker of several."""
@@ -415,36 +422,23 @@ class LiveFleet:
         ]
         fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
         for worker, task_key in zip(idle, [*untouched, *late], strict=False):
-            issue = len(self._now.leases.get(task_key, []))
+            issue = len(self.now.leases.get(task_key, []))
             fresh.append((worker.id, bag[task_key], task_key, issue))
-        for lease in await self._issue(self._now, fresh, expects=None):
+        for lease in await self.issue(self.now, fresh, expects=None):
             running.setdefault(lease.message.key, []).append(lease)
 
     async def next(self, offer: Offer, *, key: str) -> Reply:
-        (reply,) = await self._arrived(Wanted(offer=offer), f"next/{key}")
+        (reply,) = await self.arrivals.take(Wanted(offer=offer), f"next/{key}")
         return reply
 
     async def gather(
         self, offer: Offer, *, key: str, min_replies: int, expects: Reduction, grace: float | None = None
     ) -> tuple[Reply, ...]:
-        check_reduction(expects, self._run.aggregation)
         wanted = Wanted(offer=offer, min_replies=min_replies, grace=grace, expects=expects)
-        return await self._arrived(wanted, f"gather/{key}")
-
-    async def _arrived(self, wanted: Wanted, name: str) -> tuple[Reply, ...]:
-        rows = await self._arrivals.take(self._now, self.floating, wanted, name)
-        return tuple(replace(self._reply(row), round=handed_out_in(row.key)) for row in rows)
-
-    async def _decide(self, name: str, value: Any) -> None:
-        self._now.decisions[name] = value
-        await self._lanes.ledger.run(self.ledger.decide, self._now.round, self._now.attempt, name, value)
-
-    async def _issue_floating(self, work: Sequence[Work], expects: Reduction | None) -> None:
-        await self._publish(bound for _, bound, _, _ in work)
-        await self._issue(self.floating, work, expects=expects)
+        return await self.arrivals.take(wanted, f"gather/{key}")
 
     async def reduce(self, replies: Sequence[Reply], reduction: Reduction) -> Params:
-        return await self._reduce([self._now.consumed[key] for key in sorted(r.key for r in replies)], reduction)
+        return await self.reduced([self.now.consumed[key] for key in sorted(r.key for r in replies)], reduction)
 
     # The head
 
@@ -459,10 +453,10 @@ class LiveFleet:
         self, work: Callable[[Head], Result], *, key: str, num_sequences: int = 0, held_out_parts: int = 0
     ) -> HeadResult:
         sizes = {"num_sequences": num_sequences, "held_out_parts": held_out_parts}
-        return await self._head.run(work, self._now, self._run, key=key, name=self._output_name, **sizes)
+        return await self._head.run(work, self.now, self._run, key=key, name=self._output_name, **sizes)
 
     def credit(self, key: str, num_tokens: Mapping[WorkerId, int]) -> None:
-        credit(self._now, key, num_tokens)
+        credit(self.now, key, num_tokens)
 
     def report(self, figures: Mapping[str, float]) -> None:
         self.figures |= figures
@@ -470,68 +464,30 @@ class LiveFleet:
     # Sessions
 
     async def open(self, worker: WorkerId, task: BoundTask, *, key: str) -> None:
-        assert task.kind == "session", f"{task.task} is {task.kind}, not a session"
-        if key not in self.floating.leases:
-            await self._publish([task])
-            await self._issue(self.floating, [(worker, task, key, 0)], expects=None)
+        await self.sessions.open(worker, task, key=key)
 
     async def send(self, key: str, step: int, arguments: Mapping[str, Any]) -> None:
-        name = f"input/{key}/{step}"
-        if name in self.floating.decisions:
-            return
-        await self.publisher.publish(handles(arguments))
-        encoded = encode_arguments(arguments, self.publisher.digests)
-        assert not encoded.inline, "an input of a session holds handles and values, not tensors"
-        value = {"arguments": encoded.value, "objects": list(encoded.objects), "acknowledged": False}
-        await self._lanes.ledger.run(self.ledger.decide, FLOATING, 0, name, value)
-        self.floating.decisions[name] = value
-        self.notify(WorkerId(self.floating.leases[key][-1].worker))
+        await self.sessions.send(key, step, arguments)
 
     def inputs(self, key: str) -> list[pb.SessionInput]:
         """What was sent to a session and not yet taken."""
         return self.floating.inputs(key)
 
-    def acknowledge_input(self, key: str, step: int) -> None:
-        value = self.floating.decisions.get(f"input/{key}/{step}")
-        if value is not None:
-            value["acknowledged"] = True
-
     async def receive(self, key: str, step: int) -> Reply:
-        name = f"{key}@{step}"
-        while name not in self.floating.replies:
-            lease = next((x for x in self.book.open.values() if x.message.key == key), None)
-            if lease is None:
-                rows = self.floating.leases.get(key)
-                raise RoundFailed(f"session {key} is gone: {rows[-1].reason if rows else 'it was never opened'}")
-            await a_little(self.roster)
-        row = self.floating.replies[name]
-        self._now.consumed[name] = row
-        return self._reply(row)
-
-    async def emitted(self, lease: OpenLease, step: int, scalars: Mapping[str, Any], object: str) -> None:
-        """A session sent a result; the session goes on."""
-        row = ReplyRow(
-            key=f"{lease.message.key}@{step}", worker=lease.worker, object=object, scalars=scalars, version=""
-        )
-        if row.key not in self.floating.replies:
-            await self._lanes.ledger.run(self.ledger.reply, FLOATING, 0, row, lease.issue)
-            self.floating.add_reply(row)
-            self.roster.signal()
+        return await self.sessions.receive(key, step)
 
     async def close(self, key: str) -> None:
-        for lease in [x for x in self.book.open.values() if x.message.key == key]:
-            self._give_up(lease, "the session was closed")
-            await self._log_loss(lease, "the session was closed")
+        await self.sessions.close(key)
 
     # Handles
 
-    async def apply(self, op: Op, *handles: Params, num_outputs: int = 1, **scalars: Any) -> tuple[Params, ...]:
-        name = self._output_name(getattr(op, "__name__", "op"))
+    async def apply(
+        self, op: Op, *handles: Params, num_outputs: int = 1, part: Sequence[int] = (), **scalars: Any
+    ) -> tuple[Params, ...]:
+        name, layout = self._output_name(getattr(op, "__name__", "op")), self._run.layout.part(part)
 
         def run() -> tuple[Params, ...]:
-            return self.params.apply(
-                op, *handles, name=name, layout=self._run.layout, num_outputs=num_outputs, **scalars
-            )
+            return self.params.apply(op, *handles, name=name, layout=layout, num_outputs=num_outputs, **scalars)
 
         return await self._lanes.compute.run(run)
 
@@ -540,15 +496,15 @@ class LiveFleet:
 
     def _output_name(self, what: str) -> str:
         self._num_outputs += 1
-        return f"r{self._now.round}-a{self._now.attempt}-{self._num_outputs}-{what}"
+        return f"r{self.now.round}-a{self.now.attempt}-{self._num_outputs}-{what}"
 
-    async def _reduce(self, rows: Sequence[ReplyRow], reduction: Reduction) -> Params:
+    async def reduced(self, rows: Sequence[ReplyRow], reduction: Reduction) -> Params:
         name = self._output_name(reduction.name)
         combined = await self._lanes.compute.run(self.updates.reduce, rows, reduction, name)
         self.combined(combined.report, [WorkerId(row.worker) for row in rows])
         return combined.params
 
-    def _reply(self, row: ReplyRow) -> Reply:
+    def reply_of(self, row: ReplyRow) -> Reply:
         return Reply(
             worker=WorkerId(row.worker),
             key=row.key,
@@ -559,18 +515,21 @@ class LiveFleet:
 
     # Issuing
 
-    async def _publish(self, tasks: Iterable[BoundTask]) -> None:
+    async def publish(self, tasks: Iterable[BoundTask]) -> None:
         await self.publisher.publish(dict.fromkeys(named for bound in tasks for named in handles(bound.arguments)))
 
-    async def _issue(
-        self, holder: Attempt, work: Sequence[tuple[WorkerId, BoundTask, str, int]], *, expects: Reduction | None
-    ) -> list[OpenLease]:
-        """Deal data, write the leases down, then hand them out."""
+    async def issue(
+        self, holder: Attempt, work: Sequence[tuple[WorkerId, BoundTask, str, int]], *, expects: Reduction | None,
+        bases: Mapping[WorkerId, str] | None = None,
+    ) -> list[OpenLease]:  # fmt: skip
+        """Deal data, write the leases down, then hand them out. `bases`: states to start from, if not the committed."""
         if not work:
             return []
         rows: list[LeaseRow] = []
         arguments, encoded, value, deltas = None, EncodedArguments(value={}, objects=(), inline=()), "", []
-        may_end_early = self.config.balance == "time" and holder is not self.floating
+        may_end_early = self.config.balance == "time" and holder is self.now
+        starts = bases or {}
+        keeps = self.publisher.bases() if holder is self.ahead.work.attempt else []
         units = {worker: float(bound.num_sequences or 1) for worker, bound, _, _ in work}
         specs = await self.encoding.specs(work[0][1].task, units) if expects else {}
         for worker, bound, key, issue in work:
@@ -591,7 +550,7 @@ class LiveFleet:
                 arguments_json=value,
                 objects=list(dict.fromkeys([*encoded.objects, *self.data.objects(spans)])),
                 spans=spans,
-                base_version=self.adopted_version(worker) if pinned else "",
+                base_version=starts.get(worker, self.adopted_version(worker)) if pinned else "",
                 next_version=f"r{holder.round}-a{attempt}-{key.replace('/', '.')}" if pinned else "",
                 num_inline=len(encoded.inline),
                 up_codec=specs.get(worker, self._run.up_codec),
@@ -599,6 +558,8 @@ class LiveFleet:
                 held_out=bound.held_out_part >= 0,
                 num_sequences=bound.num_sequences,
                 sequences_per_step=bound.sequences_per_step if may_end_early else 0,
+                part=bound.part,
+                keeps=keeps,
             )
             if encoded.inline:
                 self.operands[(message.round, message.attempt, message.key)] = encoded.inline
@@ -607,9 +568,11 @@ class LiveFleet:
         await self._lanes.ledger.run(self.ledger.issue, holder.round, holder.attempt, rows, self.data.to_json())
         for row in rows:
             holder.leases.setdefault(row.key, []).append(row)
-        return [self._attach(row, attempt=holder.attempt, expects=expects) for row in rows]
+            if holder is self.ahead.work.attempt:
+                self.ahead.work.add(row)
+        return [self.attach(row, attempt=holder.attempt, expects=expects) for row in rows]
 
-    def _attach(self, row: LeaseRow, *, attempt: int, expects: Reduction | None) -> OpenLease:
+    def attach(self, row: LeaseRow, *, attempt: int, expects: Reduction | None) -> OpenLease:
         """Hold a lease open, and tell its worker."""
         message = pb.Lease.FromString(row.lease)
         now = self._clock.now()

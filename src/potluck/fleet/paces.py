@@ -16,7 +16,7 @@ from potluck.strategies.run import Budget, RunFacts
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile
 
-COHORT, PACES, BUDGET = "cohort", "paces", "budget"
+COHORT, PACES, BUDGET, UNDER_WAY, HOLDING = "cohort", "paces", "budget", "under_way", "holding"
 """Names of decisions that an attempt begins with."""
 _digits = 4
 """What times differ by beyond that is noise, and should not make plans differ."""
@@ -59,6 +59,7 @@ class Paces:
         known = {
             id: Measured(profile=self._roster.members[id].profile, unit_s=tuple(self.seconds.get(id, ())))
             for id in here
+            if id in self._roster.members
         }
         run = self._run
         work = sequence_work(run.layout.numel, run.seq_len, run.inner.sequences_per_step)
@@ -70,8 +71,15 @@ def cohort(decisions: Mapping[str, Any], members: Mapping[WorkerId, Member]) -> 
     """Who takes part in an attempt, in the order of ids, each at the pace that was decided: by its decisions."""
     paces = {id: Pace.bounded(*pace) for id, pace in decisions.get(PACES, {}).items()}
     unknown = DeviceProfile(device="cpu")
+    under_way, holding = set(decisions.get(UNDER_WAY, ())), set(decisions.get(HOLDING, ()))
     return tuple(
-        WorkerInfo(id=id, profile=members[id].profile if id in members else unknown, pace=paces.get(id))
+        WorkerInfo(
+            id=id,
+            profile=members[id].profile if id in members else unknown,
+            pace=paces.get(id),
+            under_way=id in under_way,
+            holds_state=id in holding,
+        )
         for id in map(WorkerId, decisions.get(COHORT, ()))
     )
 

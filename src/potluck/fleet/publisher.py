@@ -29,7 +29,7 @@ from potluck.storage.params import ParamStore
 from potluck.strategies.run import RunFacts
 from potluck.types.errors import CorruptError, InvalidUpdate, Refused
 from potluck.types.ids import Digest
-from potluck.types.params import Fragment, Params
+from potluck.types.params import Fragment, Layout, Params, Part
 
 max_chain = 3
 """Differences that are kept: who missed more rounds than that fetches the whole."""
@@ -79,12 +79,17 @@ class Publisher:
                 found.append(pb.Delta(target=delta.target, base=delta.base, delta=delta.change))
         return found
 
-    async def publish(self, named: Iterable[tuple[str, Params]]) -> None:
+    def bases(self) -> list[Digest]:
+        """The last version of each argument: what the next one is a difference to."""
+        return list(self._latest.values()) if self._run.down.is_delta else []
+
+    async def publish(self, named: Iterable[tuple[str, Params | Part]]) -> None:
         """Have these handles as objects. A name is that of the argument: its last version is what a delta is to."""
-        for name, handle in named:
+        for name, given in named:
+            handle, tensors = (given.params, given.tensors) if isinstance(given, Part) else (given, ())
             known = self._published.get(handle)
             if known is None or not self._objects.has(known):
-                known = await self._executor.run(self._encode, name, handle)
+                known = await self._executor.run(self._encode, name, handle, self._run.layout.part(tensors))
                 self._published[handle] = known
             elif self._latest.get(name) == known:
                 continue
@@ -93,33 +98,33 @@ class Publisher:
                 await self._executor.run(self._save)
 
     def forget(self, keep: set[Params]) -> None:
-        """Drop the objects of handles that nobody needs any more."""
-        for handle in [h for h in self._published if h not in keep]:
+        """Drop the objects of handles that nobody needs any more: those that are no parts of what is kept."""
+        files = {fragment.name for handle in keep for fragment in handle.fragments}
+        for handle in [h for h in self._published if not all(f.name in files for f in h.fragments)]:
             del self._published[handle]
 
-    def _encode(self, name: str, handle: Params) -> Digest:
+    def _encode(self, name: str, handle: Params, layout: Layout) -> Digest:
         base = self._latest.get(name)
         if self._run.down.is_delta and base is not None and self._objects.has(base):
-            delta = self._delta_or_none(base, handle)
+            delta = self._delta_or_none(base, handle, layout)
             if delta is not None:
                 self._deltas[name] = [*self._deltas.get(name, []), delta][-max_chain:]
                 return delta.target
         whole = codec("fp32") if self._run.down.is_delta else self._run.down_policy
-        with self._scratch(WHOLE, whole) as path, self._params.reading(handle) as read:
-            write_flat_slices(path, WHOLE, read, self._run.layout, whole)
+        with self._scratch(WHOLE, whole, layout) as path, self._params.reading(handle) as read:
+            write_flat_slices(path, WHOLE, read, layout, whole)
             return self._objects.adopt(path)
 
-    def _delta_or_none(self, base: Digest, handle: Params) -> Delta | None:
+    def _delta_or_none(self, base: Digest, handle: Params, layout: Layout) -> Delta | None:
         try:
-            return self._encode_delta(base, handle)
+            return self._encode_delta(base, handle, layout)
         except (CorruptError, InvalidUpdate):  # the disk has lost the version before
             return None
 
-    def _encode_delta(self, base: Digest, handle: Params) -> Delta | None:
+    def _encode_delta(self, base: Digest, handle: Params, layout: Layout) -> Delta | None:
         """The new version and the way to it; None if it is too far away."""
-        layout = self._run.layout
         squares = [0.0, 0.0]
-        with self._scratch(CHANGE, self._run.down_policy) as change:
+        with self._scratch(CHANGE, self._run.down_policy, layout) as change:
             with Bundle.open(self._objects.path(base)) as before, self._params.reading(handle) as theta:
 
                 def read(start: int, stop: int) -> Tensor:
@@ -132,18 +137,18 @@ class Publisher:
                 write_flat_slices(change, CHANGE, read, layout, self._run.down_policy)
             if math.sqrt(squares[1]) > largest_change * math.sqrt(squares[0]):
                 return None
-            with self._scratch(WHOLE, codec("fp32")) as whole:
+            with self._scratch(WHOLE, codec("fp32"), layout) as whole:
                 write_sum(whole, self._objects.path(base), change, layout)
                 target = self._objects.adopt(whole)
             return Delta(target=target, base=base, change=self._objects.adopt(change))
 
-    def _scratch(self, name: str, chosen: Chosen) -> AbstractContextManager[Path]:
-        return self._objects.scratch(name, flat_size(name, self._run.layout, chosen))
+    def _scratch(self, name: str, chosen: Chosen, layout: Layout) -> AbstractContextManager[Path]:
+        return self._objects.scratch(name, flat_size(name, layout, chosen))
 
     # What must survive the process
 
     def _save(self) -> None:
-        handles = [[[[f.name, f.numel] for f in h.fragments], digest] for h, digest in self._published.items()]
+        handles = [[[f.to_json() for f in h.fragments], digest] for h, digest in self._published.items()]
         deltas = {name: [[d.target, d.base, d.change] for d in deltas] for name, deltas in self._deltas.items()}
         value = {"handles": handles, "latest": self._latest, "deltas": deltas}
         write_atomic(self._path, json.dumps(value).encode())
@@ -163,5 +168,5 @@ class Publisher:
         self._deltas = {name: [d for d in found if has(d.change)] for name, found in deltas.items()}
 
 
-def _handle(fragments: Iterable[tuple[str, int]]) -> Params:
-    return Params(tuple(Fragment(str(name), int(numel)) for name, numel in fragments))
+def _handle(fragments: Iterable[list[object]]) -> Params:
+    return Params(tuple(Fragment.from_json(row) for row in fragments))

@@ -23,9 +23,9 @@ class Updates:
     def __init__(self, run: RunFacts, params: ParamStore, objects: ObjectStore) -> None:
         self._run, self._params, self._objects = run, params, objects
 
-    def check(self, object: Digest, name: str, max_norm: float) -> None:
-        """InvalidUpdate, with the reason, if the vector `name` of this object must not be used."""
-        check_update(self._objects.path(object), name, self._run.layout, max_norm=max_norm)
+    def check(self, object: Digest, name: str, max_norm: float, part: Sequence[int] = ()) -> None:
+        """InvalidUpdate, with the reason, if the vector `name` of this object, of such a part, must not be used."""
+        check_update(self._objects.path(object), name, self._run.layout.part(part), max_norm=max_norm)
 
     def reduce(self, rows: Sequence[ReplyRow], reduction: Reduction, name: str) -> Combined:
         """The reduction of the replies as the vector `name`."""
@@ -51,7 +51,7 @@ def reduce_replies(
         (float(row.scalars[reduction.weight]) if reduction.weight else 1.0) * reduction.factor(row.worker, row.key)
         for row in rows
     ]
-    updates, layout = list(zip(paths, weights, strict=True)), run.layout
+    updates, layout = list(zip(paths, weights, strict=True)), run.layout.part(reduction.part)
     if run.aggregation.rule == "mean":
         return defer_mean(params, updates, name=reduction.name, layout=layout, out_name=name, mean=reduction.mean)
     with accepted():

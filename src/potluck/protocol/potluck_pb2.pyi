@@ -83,7 +83,7 @@ class WelcomeReply(_message.Message):
     def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., run_id: _Optional[str] = ..., run_json: _Optional[str] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("key", "attempt", "round", "task", "kind", "arguments_json", "objects", "spans", "base_version", "next_version", "num_inline", "up_codec", "held_out", "num_sequences", "deltas", "sequences_per_step", "cut_short")
+    __slots__ = ("key", "attempt", "round", "task", "kind", "arguments_json", "objects", "spans", "base_version", "next_version", "num_inline", "up_codec", "held_out", "num_sequences", "deltas", "sequences_per_step", "cut_short", "part", "keeps")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,8 @@ class Lease(_message.Message):
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     CUT_SHORT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
     key: str
     attempt: int
     round: int
@@ -118,7 +120,9 @@ class Lease(_message.Message):
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
     sequences_per_step: int
     cut_short: bool
-    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., task: _Optional[str] = ..., kind: _Optional[str] = ..., arguments_json: _Optional[str] = ..., objects: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., base_version: _Optional[str] = ..., next_version: _Optional[str] = ..., num_inline: _Optional[int] = ..., up_codec: _Optional[str] = ..., held_out: _Optional[bool] = ..., num_sequences: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., sequences_per_step: _Optional[int] = ..., cut_short: _Optional[bool] = ...) -> None: ...
+    part: _containers.RepeatedScalarFieldContainer[int]
+    keeps: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., task: _Optional[str] = ..., kind: _Optional[str] = ..., arguments_json: _Optional[str] = ..., objects: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., base_version: _Optional[str] = ..., next_version: _Optional[str] = ..., num_inline: _Optional[int] = ..., up_codec: _Optional[str] = ..., held_out: _Optional[bool] = ..., num_sequences: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., sequences_per_step: _Optional[int] = ..., cut_short: _Optional[bool] = ..., part: _Optional[_Iterable[int]] = ..., keeps: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("target", "base", "delta")
@@ -197,7 +201,7 @@ class SessionInput(_message.Message):
     def __init__(self, key: _Optional[str] = ..., step: _Optional[int] = ..., arguments_json: _Optional[str] = ..., objects: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TaskResult(_message.Message):
-    __slots__ = ("key", "attempt", "round", "scalars_json", "object", "num_inline", "error", "step", "seconds", "not_finite")
+    __slots__ = ("key", "attempt", "round", "scalars_json", "object", "num_inline", "error", "step", "seconds", "not_finite", "lacks_state")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +212,7 @@ class TaskResult(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
+    LACKS_STATE_FIELD_NUMBER: _ClassVar[int]
     key: str
     attempt: int
     round: int
@@ -218,7 +223,8 @@ class TaskResult(_message.Message):
     step: int
     seconds: float
     not_finite: bool
-    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., scalars_json: _Optional[str] = ..., object: _Optional[str] = ..., num_inline: _Optional[int] = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., seconds: _Optional[float] = ..., not_finite: _Optional[bool] = ...) -> None: ...
+    lacks_state: bool
+    def __init__(self, key: _Optional[str] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., scalars_json: _Optional[str] = ..., object: _Optional[str] = ..., num_inline: _Optional[int] = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., seconds: _Optional[float] = ..., not_finite: _Optional[bool] = ..., lacks_state: _Optional[bool] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("key", "attempt", "step", "tokens_per_s", "activity")

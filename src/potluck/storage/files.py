@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -83,6 +84,16 @@ def remove_files(paths: Iterable[Path]) -> int:
             continue
         freed += size
     return freed
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """The same content under a second name, which costs no room where the file system has links. FileNotFoundError."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -121,13 +121,16 @@ class Ledger:
         self._db.execute("INSERT INTO attempts VALUES (?, ?, 'open', '', ?)", (round, attempt, at))
         return attempt
 
-    def discard(self, round: int, attempt: int, reason: str, deal: Any, operation: Operation | None = None) -> None:
-        """With an `operation`, one that goes back, all that was handed out beyond rounds is dropped too."""
+    def discard(
+        self, round: int, attempt: int, reason: str, deal: Any, operation: Operation | None = None, *,
+        beyond: Sequence[int],
+    ) -> None:  # fmt: skip
+        """What is kept under the rounds `beyond` is dropped too."""
         with self._db.transaction():
+            for table in ("leases", "replies"):
+                self._db.execute_many(f"DELETE FROM {table} WHERE round = ?", [(place,) for place in beyond])
             if operation is not None:
                 self.record(operation)
-                for table in ("leases", "replies"):
-                    self._db.execute(f"DELETE FROM {table} WHERE round > ?", (round,))
             self._db.execute(
                 "UPDATE attempts SET status = 'discarded', reason = ? WHERE round = ? AND attempt = ?",
                 (reason, round, attempt),
@@ -156,13 +159,15 @@ class Ledger:
                 "tokens = tokens + excluded.tokens, rounds = rounds + 1",
                 [(r.worker, int(r.scalars.get("num_tokens", 0))) for r in row.accepted],
             )
+            counted = {r.key for r in row.accepted}
             for table in ("leases", "replies"):  # work beyond rounds belongs to the round that used it
                 self._db.execute_many(
                     f"UPDATE {table} SET round = ?, attempt = ? WHERE round > ? AND key = ?",
-                    [(row.round, row.attempt, row.round, r.key) for r in row.accepted],
+                    [(row.round, row.attempt, row.round, key) for key in sorted(counted)],
                 )
                 self._db.execute_many(
-                    f"DELETE FROM {table} WHERE round > ? AND key = ?", [(row.round, key) for key in row.over]
+                    f"DELETE FROM {table} WHERE round > ? AND key = ?",
+                    [(row.round, key) for key in row.over if key not in counted],
                 )
             self._put_deal(row.deal)
             # What older rounds needed for replay is covered by this commit.

@@ -241,7 +241,7 @@ class ParamStore:
 
     def _checked(self, fragment: Fragment) -> Path:
         path = self.path(fragment)
-        size, need = path.stat().st_size if path.is_file() else -1, fragment.numel * type_bytes
+        size, need = path.stat().st_size if path.is_file() else -1, fragment.in_file * type_bytes
         if size < 0:
             raise CorruptError(f"the parameter file {path} is missing")
         if size != need:
@@ -380,10 +380,11 @@ class _Reader:
         self._stack = ExitStack()
         deferred = store._deferred.get(params)  # pyright: ignore[reportPrivateUsage]
         self._compute = self._stack.enter_context(deferred.reading()) if deferred else None
-        self._places: list[tuple[int, Path, int]] = []  # start, file, elements
+        self._places: list[tuple[int, Path, int, int]] = []  # start, file, elements, where they begin in the file
         start = 0
         for fragment in () if deferred else params.fragments:
-            self._places.append((start, store._checked(fragment), fragment.numel))  # pyright: ignore[reportPrivateUsage]
+            path = store._checked(fragment)  # pyright: ignore[reportPrivateUsage]
+            self._places.append((start, path, fragment.numel, fragment.start))
             start += fragment.numel
         self._file: BufferedReader | None = None
         self._path: Path | None = None
@@ -394,10 +395,10 @@ class _Reader:
         out = values.numpy()
         if self._compute is not None:
             self._compute(start, out)
-        for first, path, numel in self._places:
+        for first, path, numel, begins in self._places:
             low, high = max(start, first), min(stop, first + numel)
             if low < high:
-                self._fill(out[low - start : high - start], path, low - first)
+                self._fill(out[low - start : high - start], path, begins + low - first)
         return values
 
     def _fill(self, out: Values, path: Path, offset: int) -> None:

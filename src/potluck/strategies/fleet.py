@@ -1,15 +1,15 @@
 """How a strategy sees the machines: the `Fleet` protocol.
 
 Three verbs cover every method: `call` (one task for each named worker, a minimum of replies), `next` (whoever is
-idle, first reply; `gather` takes the first few) and `map` (a bag of pure tasks, re-issued until all are done); `open`,
-`send` and `receive` drive sessions. Every verb takes an explicit `key`, unique within the round: after a restart the
-round is run again from its top, and a verb whose key was answered before returns the logged replies in the logged
-order.
+idle, first reply; `gather` takes the first few) and `map` (a bag of pure tasks, re-issued until all are done);
+`enqueue` and `collect` are the two halves of a `call` for rounds that overlap; `open`, `send` and `receive` drive
+sessions. Every verb takes an explicit `key`, unique within the round: after a restart the round is run again from its
+top, and a verb whose key was answered before returns the logged replies in the logged order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +35,8 @@ class WorkerInfo:
     id: WorkerId
     profile: DeviceProfile
     pace: Pace | None = None  # for training sequences; None where work is not balanced, or nothing is known yet
+    under_way: bool = False  # work that an earlier round began for it still goes on
+    holds_state: bool = False  # its machine has, as far as is known, what its last committed task left there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +66,19 @@ class Reduction:
     mean: bool = True
     previous: Params | None = None
     factors: Mapping[str, float] = field(default_factory=dict[str, float])
+    part: tuple[int, ...] = ()  # the tensors of the layout that the x_i hold, () for all
 
     def factor(self, worker: str, key: str) -> float:
         return self.factors.get(key, self.factors.get(worker, 1.0))
 
 
 def weighted_mean(
-    name: str,
-    *,
-    by: str,
-    previous: Params | None = None,
-    factors: Mapping[WorkerId, float] | Mapping[str, float] | None = None,
-) -> Reduction:
+    name: str, *, by: str, previous: Params | None = None,
+    factors: Mapping[WorkerId, float] | Mapping[str, float] | None = None, part: Sequence[int] = (),
+) -> Reduction:  # fmt: skip
     """sum_i w_i x_i / sum_i w_i, w_i the scalar `by` of reply i, times the factor of its worker where it has one."""
-    return Reduction(name=name, weight=by, mean=True, previous=previous, factors=dict((factors or {}).items()))
+    own = dict((factors or {}).items())
+    return Reduction(name=name, weight=by, mean=True, previous=previous, factors=own, part=tuple(part))
 
 
 def total(name: str, *, over: str = "") -> Reduction:
@@ -179,6 +180,31 @@ class Fleet(Protocol):
         """
         ...
 
+    async def enqueue(
+        self,
+        tasks: Mapping[WorkerId, BoundTask],
+        *,
+        key: str,
+        reduce: Reduction | None = None,
+        afresh: Collection[WorkerId] = (),
+    ) -> None:
+        """Hand out pinned work that may outlive this round, and do not wait for it. Each worker does what was begun for
+        it in order; every task goes on from the state that the one before it left, committed or not; those of workers
+        that begin `afresh`, from the last committed state.
+
+        What was begun under this key stays as it was begun. Once a task is lost, those after it are lost too. A round
+        that is discarded takes all that was begun with it: workers go back to their last committed states.
+        """
+        ...
+
+    async def collect(self, keys: Sequence[str], *, min_replies: int, reduce: Reduction | None = None) -> Replies:
+        """What was begun under these keys, in the order in which it was: it ends when everyone has replied or was lost.
+
+        Of a worker all of it counts or nothing; the reduction is over the replies under the last key. Replies are in
+        the order of keys, then workers. RoundFailed as for `call`. A key is collected in one round that commits.
+        """
+        ...
+
     async def next(self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str) -> Reply:
         """Give every idle worker what `offer` says; the first valid reply not yet consumed in this round."""
         ...
@@ -242,8 +268,12 @@ class Fleet(Protocol):
         """End a session."""
         ...
 
-    async def apply(self, op: Op, *handles: Params, num_outputs: int = 1, **scalars: Any) -> tuple[Params, ...]:
+    async def apply(
+        self, op: Op, *handles: Params, num_outputs: int = 1, part: Sequence[int] = (), **scalars: Any
+    ) -> tuple[Params, ...]:
         """Run `op` over the handles slice by slice into new handles: costs disk, not memory.
+
+        The handles are of the model's layout, or of these tensors of it.
 
         `op` is called in several threads at once, each with slices of its own, so it keeps nothing between calls. A
         mean that `call` gave is computed here, within the pass, and read again each time it is used.

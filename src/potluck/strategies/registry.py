@@ -20,6 +20,7 @@ STRATEGY_PARTS = ("Config", "State", "init", "run_round", "estimate")
 shipped = {
     "async_diloco": "potluck.strategies.async_diloco:AsyncDiLoCo",
     "diloco": "potluck.strategies.diloco:DiLoCo",
+    "streaming_diloco": "potluck.strategies.streaming_diloco:StreamingDiLoCo",
     "sub_gemm": "potluck.strategies.sub_gemm.strategy:SubGEMM",
     "sync_sgd": "potluck.strategies.sync_sgd:SyncSGD",
 }

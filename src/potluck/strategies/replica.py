@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from potluck.types.errors import StateMissing
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
 
@@ -43,6 +45,35 @@ class Mailbox(Protocol):
         ...
 
 
+class Kept:
+    """Tensors of a worker's pinned state, by name, each fp32 [numel] on one device: they survive the task that made
+    them, and what a task makes of them counts once its result was committed.
+    """
+
+    def __init__(self, numel: int, device: torch.device | str = "cpu") -> None:
+        self._numel, self._device = numel, device
+        self._tensors: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """To be read and changed in place. StateMissing if no task has made it, or this machine has lost it."""
+        if name not in self._tensors:
+            raise StateMissing(f"this worker's state holds no {name}; it has to be given the model anew")
+        return self._tensors[name]
+
+    def make(self, name: str) -> Tensor:
+        """The tensor of that name, made if there is none; its values are anything."""
+        if name not in self._tensors:
+            self._tensors[name] = torch.zeros(self._numel, dtype=torch.float32, device=self._device)
+        return self._tensors[name]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self._tensors)
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold these and no others."""
+        self._tensors = dict(tensors)
+
+
 class TaskCancelled(Exception):
     """The coordinator no longer wants this task; raised inside the task at its next step."""
 
@@ -60,6 +91,11 @@ class Replica(Protocol):
     @property
     def mailbox(self) -> Mailbox:
         """Only in sessions."""
+        ...
+
+    @property
+    def kept(self) -> Kept:
+        """The method's own part of the pinned state."""
         ...
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -93,14 +93,14 @@ class RunFacts:
     def down_policy(self) -> CodecPolicy:
         return CodecPolicy(default=self.down.codec.name, rules=self.down_rules)
 
-    def up_bytes(self, name: str) -> int:
-        """What a result's vector of this name takes on the way up."""
+    def up_bytes(self, name: str, part: Sequence[int] = ()) -> int:
+        """What a result's vector of this name takes on the way up; of some tensors of the layout, if they are named."""
         policy = CodecPolicy(default=parse_spec(self.up_codec).codec.name, rules=self.up_rules)
-        return flat_size(name, self.layout, policy)
+        return flat_size(name, self.layout.part(part), policy)
 
-    def down_bytes(self) -> int:
+    def down_bytes(self, part: Sequence[int] = ()) -> int:
         """What a version of the parameters takes on the way down, to those who hold the one before."""
-        return flat_size(CHANGE if self.down.is_delta else WHOLE, self.layout, self.down_policy)
+        return flat_size(CHANGE if self.down.is_delta else WHOLE, self.layout.part(part), self.down_policy)
 
     def tokens_per_step(self, num_steps: int = 1) -> int:
         """Tokens in that many inner steps of one worker."""

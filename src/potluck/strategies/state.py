@@ -82,7 +82,7 @@ def _moved(value: Any, to: Mapping[Params, Params]) -> Any:
 def _encode(value: Any) -> Any:
     match value:
         case Params():
-            return {"$params": [[f.name, f.numel] for f in value.fragments]}
+            return {"$params": [f.to_json() for f in value.fragments]}
         case dict():
             return {str(k): _encode(v) for k, v in value.items()}
         case tuple() | list():
@@ -94,7 +94,7 @@ def _encode(value: Any) -> Any:
 def _decode(value: Any) -> Any:
     match value:
         case {"$params": list(fragments)}:
-            return Params(tuple(Fragment(str(name), int(numel)) for name, numel in fragments))
+            return Params(tuple(Fragment.from_json(row) for row in fragments))
         case dict():
             items: dict[str, Any] = value
             return {k: _decode(v) for k, v in items.items()}

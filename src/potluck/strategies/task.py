@@ -6,8 +6,8 @@
     inner.bind(theta=state.params, num_steps=20)      a `BoundTask`, handed to a fleet verb
 
 A function's name crosses the wire, never its code: a worker runs only functions it has installed. Arguments are
-JSON values, `Params` handles (the device sees a flat fp32 `Vector`), `ObjectRef`s (the device sees the tensors of that
-bundle) and tensors (inline: sent with the task, never stored).
+JSON values, `Params` or `Part` handles (the device sees a flat fp32 `Vector`), `ObjectRef`s (the device sees the
+tensors of that bundle) and tensors (inline: sent with the task, never stored).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from potluck.types.ids import Digest
-from potluck.types.params import Params
+from potluck.types.params import Params, Part
 from potluck.types.vector import Vector
 
 Kind = Literal["pure", "pinned", "session"]
@@ -38,8 +38,9 @@ class ObjectRef:
 class Result:
     """What a task returns: scalars (numbers, short strings) and tensors by name.
 
-    `tensors` holds at most one, of the size of the model: a flat fp32 vector in the layout's order. It is read and
-    encoded with the run's up-codec after the task returned, and travels as an object. In `inline` are tensors of any
+    `tensors` holds at most one, of the size of the model (or of the part of it that the task `gives`): a flat fp32
+    vector in the layout's order. It is read and encoded with the run's up-codec after the task returned, and travels as
+    an object. In `inline` are tensors of any
     shape and number; they travel as they are and are never stored.
     """
 
@@ -73,6 +74,7 @@ class BoundTask:
     num_sequences: int = 0  # of training data that it consumes
     sequences_per_step: int = 0  # of which it may end after any step, 0 where it may not end early
     held_out_part: int = -1  # which part of the validation data it reads, -1 for none
+    part: tuple[int, ...] = ()  # the tensors that its result holds, by their places in the layout; () for all
 
     def granted(self, num_sequences: int, *, per_step: int = 0) -> BoundTask:
         """The same work with training data: the fleet deals it, or the worker reads on in its own.
@@ -82,6 +84,10 @@ class BoundTask:
         """
         assert not per_step or num_sequences % per_step == 0, f"{num_sequences} sequences are no steps of {per_step}"
         return replace(self, num_sequences=num_sequences, sequences_per_step=per_step)
+
+    def gives(self, part: Sequence[int]) -> BoundTask:
+        """The same work, whose result's vector holds these tensors of the layout only, one after another."""
+        return replace(self, part=tuple(part))
 
     def held_out(self, part: int) -> BoundTask:
         """The same work on one part of the validation data."""
@@ -134,9 +140,10 @@ def encode_arguments(arguments: Mapping[str, Any], publish: Mapping[Params, Dige
         match value:
             case None | bool() | int() | float() | str():
                 return value
-            case Params():
-                objects.append(publish[value])
-                return {"$params": publish[value]}
+            case Params() | Part():
+                digest = publish[value.params if isinstance(value, Part) else value]
+                objects.append(digest)
+                return {"$params": digest}
             case ObjectRef(digest=digest):
                 objects.append(digest)
                 return {"$object": digest}
@@ -154,13 +161,18 @@ def encode_arguments(arguments: Mapping[str, Any], publish: Mapping[Params, Dige
     return EncodedArguments(value=value, objects=tuple(dict.fromkeys(objects)), inline=tuple(inline))
 
 
-def handles(arguments: Mapping[str, Any]) -> tuple[tuple[str, Params], ...]:
-    """Every `Params` among the arguments once, with the argument it is in, so that it can be published first."""
-    found: dict[Params, str] = {}
+def handles(arguments: Mapping[str, Any]) -> tuple[tuple[str, Params | Part], ...]:
+    """Every `Params` or `Part` among the arguments once, with the argument it is in, so that it can be published first.
+
+    Parts are named by their first tensor too: each is published as differences to the same part before.
+    """
+    found: dict[Params | Part, str] = {}
 
     def walk(name: str, value: Any) -> None:
         if isinstance(value, Params):
             found.setdefault(value, name)
+        elif isinstance(value, Part):
+            found.setdefault(value, f"{name}.{value.tensors[0]}" if value.tensors else name)
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 walk(name or str(key), item)

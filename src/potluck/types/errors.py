@@ -9,7 +9,8 @@
     ├── Refused                      8   the other side said no, with its reason
     │   ├── NotAdmitted              8   token, certificate or role not accepted
     │   ├── VersionMismatch          9   another major protocol version
-    │   └── InvalidUpdate            8   tensors that are not finite, too large or not this model's
+    │   ├── InvalidUpdate            8   tensors that are not finite, too large or not this model's
+    │   └── StateMissing             8   a worker has not what its next task goes on from
     ├── CorruptError                10   a file or transfer that does not match its digest
     ├── RunStopped                  11   a run ended early, with the reason
     └── ModelError                  12   a model that cannot be built, loaded or held
@@ -61,6 +62,10 @@ class VersionMismatch(Refused):
 
 
 class InvalidUpdate(Refused):
+    exit_code = 8
+
+
+class StateMissing(Refused):
     exit_code = 8
 
 

@@ -68,6 +68,32 @@ class Layout:
             if low < high:
                 yield tensor, low, high
 
+    def part(self, numbers: Sequence[int]) -> Layout:
+        """Some of the tensors, by their places in this layout, one after another; all of them where none is named."""
+        if not numbers or list(numbers) == list(range(len(self.tensors))):
+            return self
+        return Layout.of([(self.tensors[i].name, self.tensors[i].shape) for i in numbers])
+
+    def ranges(self, numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Where the elements of `part(numbers)` are in the whole vector, in the part's order: [start, stop) each."""
+        found: list[tuple[int, int]] = []
+        for tensor in [self.tensors[i] for i in numbers] if numbers else self.tensors:
+            if found and found[-1][1] == tensor.offset:
+                found[-1] = (found[-1][0], tensor.stop)
+            else:
+                found.append((tensor.offset, tensor.stop))
+        return tuple(found)
+
+    def numbers_of(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The places of the tensors with these names. KeyError for a name that this layout does not have."""
+        if len(names) == len(self.tensors) and all(t.name == n for t, n in zip(self.tensors, names, strict=True)):
+            return ()
+        return tuple(self._numbers[name] for name in names)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {tensor.name: i for i, tensor in enumerate(self.tensors)}
+
     def to_json(self) -> list[list[object]]:
         return [[t.name, list(t.shape)] for t in self.tensors]
 
@@ -82,10 +108,34 @@ class Layout:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A file that holds `numel` fp32 values: a contiguous slice of a flat vector."""
+    """`numel` fp32 values of a file: a contiguous slice of a flat vector.
+
+    They are all that the file holds, unless `file_numel` says how many there are: then those from `start` on.
+    """
 
     name: str
     numel: int
+    start: int = 0
+    file_numel: int = 0
+
+    @property
+    def in_file(self) -> int:
+        """Values that the whole file holds."""
+        return self.file_numel or self.numel
+
+    def slice(self, start: int, stop: int) -> Fragment:
+        """Its elements [start, stop)."""
+        if (start, stop) == (0, self.numel):
+            return self
+        return Fragment(self.name, stop - start, self.start + start, self.in_file)
+
+    def to_json(self) -> list[object]:
+        return [self.name, self.numel, self.start, self.file_numel] if self.file_numel else [self.name, self.numel]
+
+    @staticmethod
+    def from_json(value: Sequence[object]) -> Fragment:
+        name, *numbers = value
+        return Fragment(str(name), *(int(str(n)) for n in numbers))
 
 
 @dataclass(frozen=True)
@@ -97,3 +147,53 @@ class Params:
     @property
     def numel(self) -> int:
         return sum(f.numel for f in self.fragments)
+
+    def part(self, ranges: Sequence[tuple[int, int]]) -> Params:
+        """The vector of the elements in these ranges [start, stop), one range after another: no value is copied."""
+        return Params(_joined([piece for start, stop in ranges for piece in self._pieces(start, stop)]))
+
+    def with_part(self, ranges: Sequence[tuple[int, int]], part: Params) -> Params:
+        """This vector with the elements in these ranges taken from `part`, which has them one after another."""
+        assert part.numel == sum(stop - start for start, stop in ranges), f"{part.numel} elements are not these ranges"
+        pieces: list[tuple[int, list[Fragment]]] = []
+        offset = 0
+        for start, stop in ranges:
+            pieces.append((start, part._pieces(offset, offset + stop - start)))
+            offset += stop - start
+        at, found = 0, list[Fragment]()
+        for (start, new), (_, stop) in sorted(zip(pieces, ranges, strict=True), key=lambda pair: pair[0][0]):
+            found += [*self._pieces(at, start), *new]
+            at = stop
+        return Params(_joined([*found, *self._pieces(at, self.numel)]))
+
+    def _pieces(self, start: int, stop: int) -> list[Fragment]:
+        found: list[Fragment] = []
+        at = 0
+        for fragment in self.fragments:
+            low, high = max(start, at), min(stop, at + fragment.numel)
+            if low < high:
+                found.append(fragment.slice(low - at, high - at))
+            at += fragment.numel
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """A vector of some of the model's tensors: those at these places of the layout, or all where none is named."""
+
+    params: Params
+    tensors: tuple[int, ...]
+
+
+def _joined(pieces: Sequence[Fragment]) -> tuple[Fragment, ...]:
+    """The same elements, with neighbours in one file made one."""
+    found: list[Fragment] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if last is not None and last.name == piece.name and last.start + last.numel == piece.start:
+            numel = last.numel + piece.numel
+            whole = last.start == 0 and numel == last.in_file
+            found[-1] = Fragment(last.name, numel) if whole else Fragment(last.name, numel, last.start, last.in_file)
+        else:
+            found.append(piece)
+    return tuple(found)

@@ -6,7 +6,7 @@ computed before the slices of it are encoded one after another: so a device hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -39,6 +39,23 @@ class Vector:
         for start, part in self.slices():
             whole[start : start + len(part)] = part
         return whole
+
+    def part(self, ranges: Sequence[tuple[int, int]]) -> Vector:
+        """The elements in these ranges [start, stop), one range after another."""
+        if len(ranges) == 1 and ranges[0] == (0, self.numel):
+            return self
+
+        def read(start: int, stop: int) -> Tensor:
+            found: list[Tensor] = []
+            at = 0
+            for low, high in ranges:
+                first, last = max(start - at, 0), min(stop - at, high - low)
+                if first < last:
+                    found.append(self.read(low + first, low + last))
+                at += high - low
+            return found[0] if len(found) == 1 else torch.cat(found)
+
+        return Vector(sum(high - low for low, high in ranges), read)
 
     def __add__(self, other: Vector | Tensor) -> Vector:
         return self._with(other, torch.add)

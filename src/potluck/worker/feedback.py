@@ -34,14 +34,20 @@ def write_update(
     path: Path, name: str, vector: Vector, *, layout: Layout, policy: CodecPolicy, beta: float, lease: pb.Lease,
     folder: RunFolder, seed: int,
 ) -> None:  # fmt: skip
-    """Write a result's vector; with `beta` above 0 what this loses is kept. InvalidUpdate if it is not finite."""
+    """Write a result's vector; with `beta` above 0 what this loses is kept. InvalidUpdate if it is not finite.
+
+    `layout` is that of the part of the model that the lease asks for; what is left over of other parts stays.
+    """
     noise = int.from_bytes(hashlib.sha256(f"{seed}/{lease.round}/{lease.key}".encode()).digest()[:8], "little")
     before = _left_over(folder, lease, layout) if lease.next_version else None
+    if lease.part:
+        sent = folder.residual_path(lease.base_version, lease.part)
+        folder.carry_residuals(lease.base_version, lease.next_version, but=sent)
     if not beta or not lease.next_version:  # what an earlier round left over is sent along
         total = vector if before is None else vector + before
         write_flat_slices(path, name, total.read, layout, policy, seed=noise)
         return
-    after_path = folder.residual_path(lease.next_version)
+    after_path = folder.residual_path(lease.next_version, lease.part)
     scratch = after_path.with_suffix(".unfinished")
     reserve(scratch, layout.numel * type_bytes)
     after = _mapped(scratch, layout.numel)
@@ -52,7 +58,7 @@ def write_update(
 
 def _left_over(folder: RunFolder, lease: pb.Lease, layout: Layout) -> Vector | None:
     match = _round_of.match(lease.base_version)
-    path = folder.residual_path(lease.base_version)
+    path = folder.residual_path(lease.base_version, lease.part)
     is_young = match is not None and lease.round - int(match[1]) <= max_age_rounds
     if not is_young or not path.is_file() or path.stat().st_size != layout.numel * type_bytes:
         return None

@@ -23,11 +23,14 @@ from potluck.models.flat import FlatModel
 from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES, TokenLoss
 from potluck.optim.inner import InnerConfig, learning_rate
 from potluck.planner.memory import ModelDims, check_fits, training_memory
-from potluck.strategies.replica import Loss, Mailbox, Step, TaskCancelled
+from potluck.strategies.replica import Kept, Loss, Mailbox, Step, TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.types.errors import CorruptError, DataError, ModelError, NotFinite, ResourceError
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
+
+_kept = "kept."
+"""Before the names of the method's own tensors, in the files of a state."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class TorchReplica:
         self._loss = TokenLoss(self._flat.module, vocab_size=vocab_size, autocast=self.precision.autocast)
         self._has_dropout = has_dropout(spec.model_config_json)
         self._optimizer = InnerOptimizer(self._flat, spec.inner)
+        self.kept = Kept(layout.numel)
         self._num_steps = 0
         self._source: Iterator[Tensor] = iter(())
         self._left_over: Tensor | None = None
@@ -111,7 +115,10 @@ class TorchReplica:
 
         On a CPU the tensors are the live ones, which saves a copy of twice the model: write them before the next step.
         """
-        return self._optimizer.tensors(), {"num_steps": self._num_steps}
+        return {**self._optimizer.tensors(), **self._kept_tensors()}, {"num_steps": self._num_steps}
+
+    def _kept_tensors(self) -> dict[str, Tensor]:
+        return {_kept + name: tensor for name, tensor in self.kept.tensors().items()}
 
     def restore_local_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Go on from what `local_state` gave. CorruptError if it is not of this model and optimizer."""
@@ -120,17 +127,21 @@ class TorchReplica:
             raise CorruptError(
                 f"the inner state counts {num_steps!r} steps, which is no number of steps; start it afresh"
             )
-        self._optimizer.restore(tensors)
+        kept = {name.removeprefix(_kept): t for name, t in tensors.items() if name.startswith(_kept)}
+        if odd := [n for n, t in kept.items() if t.dtype != torch.float32 or t.shape != (self.layout.numel,)]:
+            raise CorruptError(f"{odd[0][:50]} of the worker's state is not of the model's size; start it afresh")
+        self._optimizer.restore({name: t for name, t in tensors.items() if not name.startswith(_kept)})
+        self.kept.restore(kept)
         self._num_steps = num_steps
 
     def whole_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """`local_state` and the parameters, under "params"."""
-        tensors, scalars = self.local_state()
+        """What steps change: the inner optimizer's state, and the parameters under "params"."""
+        tensors, scalars = self._optimizer.tensors(), {"num_steps": self._num_steps}
         return {**tensors, "params": self._flat.vector.cpu()}, scalars
 
     def restore_whole_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Go on from what `whole_state` gave. CorruptError, and nothing has changed, if it is not of this model."""
-        inner = dict(tensors)
+        inner = {**tensors, **self._kept_tensors()}
         params = inner.pop("params", torch.empty(0))
         if params.dtype != torch.float32 or list(params.shape) != [self.layout.numel]:
             raise CorruptError(
@@ -143,6 +154,7 @@ class TorchReplica:
     def reset_local_state(self) -> None:
         """As before the first step."""
         self._optimizer.reset()
+        self.kept.restore({})
         self._num_steps = 0
 
     # What task functions call

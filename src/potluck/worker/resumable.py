@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from potluck.strategies.replica import Loss, Mailbox, Step, TaskCancelled
+from potluck.strategies.replica import Kept, Loss, Mailbox, Step, TaskCancelled
 from potluck.types.errors import CorruptError, ResourceError
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
@@ -76,6 +76,11 @@ class ResumableReplica:
     @property
     def mailbox(self) -> Mailbox:
         return self._otherwise().mailbox
+
+    @property
+    def kept(self) -> Kept:
+        """Before the first step it is made again as it was; afterwards the task is not told again what it did."""
+        return self._replica.kept if not self._steps else self._otherwise().kept
 
     @property
     def is_cut_short(self) -> bool:

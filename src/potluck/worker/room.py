@@ -79,10 +79,14 @@ class Room:
             self._shrink()
 
     def keep(self, name: str, parts: Parts, copied: Callable[[Parts], Parts]) -> bool:
-        """Keep a copy, made once there is room for it, in the place of other shards; whether there is."""
+        """Keep a copy, made once there is room for it, in the place of other shards; whether there is.
+
+        One that does not stay takes the place of none that does.
+        """
         num_bytes = nbytes(parts)
         with self._lock:
-            if name in self._pinned or self.taken_bytes + num_bytes > self.limit_bytes:
+            firm = self.taken_bytes + (0 if Operand.stays(name) else sum(map(nbytes, self._staying.values())))
+            if name in self._pinned or firm + num_bytes > self.limit_bytes:
                 return False
             self.shard_bytes += num_bytes - nbytes(self._shards(name).pop(name, {}))
             self._shrink()

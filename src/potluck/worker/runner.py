@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +16,10 @@ from torch import Tensor
 from potluck.clock import Clock, Executor
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import Bundle, flat_size, pack_tensors, unpack_tensors
-from potluck.codecs.delta import WHOLE, write_sum
+from potluck.codecs.delta import WHOLE, layout_of, write_sum
 from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
+from potluck.fleet.leases import AHEAD
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb, upload_purpose
 from potluck.storage.digest import check_digest
@@ -25,7 +27,7 @@ from potluck.strategies.replica import TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, TaskFunction, decode_arguments, installed
 from potluck.transport.inline import MAX_BUNDLE_BYTES
-from potluck.types.errors import CorruptError, NotFinite, PotluckError, Refused, ResourceError
+from potluck.types.errors import CorruptError, NotFinite, PotluckError, Refused, ResourceError, StateMissing
 from potluck.types.ids import Digest
 from potluck.types.untrusted import printable
 from potluck.types.vector import Vector
@@ -83,8 +85,13 @@ class Runner:
         self._mapped: list[Bundle] = []  # what the task under way reads its parameters from
         self._inputs: list[pb.SessionInput] = []  # that the coordinator wants sessions to have
         self._inputs_wake = asyncio.Event()
+        self._ahead_wake = asyncio.Event()  # there may be inputs to fetch of work that waits
         self._recent: deque[tuple[Digest, ...]] = deque(maxlen=recent_leases)  # what the last leases needed
         self._unsent: dict[LeaseId, pb.TaskResult] = {}  # whose objects are to be sent, or sent again
+        self._sending: dict[LeaseId, asyncio.Task[None]] = {}  # results on their way, while other work goes on
+        self._num_sent: dict[LeaseId, int] = {}  # bytes of these
+        self._fetching: dict[Digest, asyncio.Event] = {}  # set when the download has ended
+        self._awaited: Digest | None = None  # what the task under way waits for
         self._encoded: set[Digest] = set()  # results that are encoded and not yet among `results`
         self._storing = threading.Lock()  # held while a result gets its name, and while objects are collected
         self._saving = asyncio.Lock()
@@ -125,6 +132,7 @@ class Runner:
             self.adopted = desired.adopted_version
             await self._tidy([desired.adopted_version, *desired.held_versions[:MAX_WANTED]])
         self._wake.set()
+        self._ahead_wake.set()
 
     def _send_again(self, id: LeaseId) -> None:
         """The coordinator has lost this result's object."""
@@ -167,7 +175,7 @@ class Runner:
             results = [*list(self.results.values()), *list(self._unsent.values())]
             needed = {Digest(r.object) for r in results if r.object}
             leases = list(self.wanted.values())
-            needed |= {Digest(d) for lease in leases for d in lease.objects}
+            needed |= {Digest(d) for lease in leases for d in (*lease.objects, *lease.keeps)}
             needed |= {Digest(d) for lease in leases for delta in lease.deltas for d in (delta.base, delta.delta)}
             needed |= {digest for digests in list(self._recent) for digest in digests}
             needed |= {digest for post in list(self.posts.values()) for digest in post.objects()}
@@ -219,31 +227,28 @@ class Runner:
 
     async def run(self) -> None:
         """Whatever is wanted, for as long as the worker is here."""
-        taking = asyncio.create_task(self._take_inputs())
+        beside = [asyncio.create_task(self._take_inputs()), asyncio.create_task(self._fetch_ahead())]
         try:
             await self._work()
         finally:
-            taking.cancel()
-            await asyncio.gather(taking, return_exceptions=True)
+            beside += self._sending.values()
+            for each in beside:
+                each.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
 
     async def _work(self) -> None:
         while True:
-            waiting = [x for id, x in self.wanted.items() if id not in self.results and not self.held]
+            taken = self.results.keys() | self._sending.keys()
+            waiting = [x for id, x in self.wanted.items() if id not in taken and not self.held]
             if not waiting:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             lease = waiting[0]
             self.current = lease_id(lease)
+            self._ahead_wake.set()
             try:
-                await self._do_or_send_again(lease)
-            except TaskCancelled:
-                pass
-            except PotluckError as error:
-                self._fail(lease, str(error), not_finite=isinstance(error, NotFinite))
-            except Exception as error:  # whatever a task or its libraries raise costs that task, not the worker
-                self._note("".join(traceback.format_exception(error)))
-                self._fail(lease, f"{type(error).__name__}: {error}")
+                await self._told_if_failed(lease, self._do_or_send_again(lease))
             finally:
                 for bundle in self._mapped:  # its file may be written over from now on
                     bundle.close()
@@ -253,18 +258,31 @@ class Runner:
                 self.activity = ("waiting", 0)
                 self.changed.set()
 
-    def _fail(self, lease: pb.Lease, reason: str, *, not_finite: bool = False) -> None:
+    async def _told_if_failed(self, lease: pb.Lease, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except TaskCancelled:
+            pass
+        except PotluckError as error:
+            not_finite, lacks_state = isinstance(error, NotFinite), isinstance(error, StateMissing)
+            self._fail(lease, str(error), not_finite=not_finite, lacks_state=lacks_state)
+        except Exception as error:  # whatever a task or its libraries raise costs that task, not the worker
+            self._note("".join(traceback.format_exception(error)))
+            self._fail(lease, f"{type(error).__name__}: {error}")
+
+    def _fail(self, lease: pb.Lease, reason: str, *, not_finite: bool = False, lacks_state: bool = False) -> None:
         if lease_id(lease) not in self.wanted:
             return  # nobody asks any more, so its inputs may be gone
         self._note(f"{lease.task} failed: {reason}")
         self.results[lease_id(lease)] = pb.TaskResult(
-            key=lease.key, attempt=lease.attempt, round=lease.round, error=printable(reason, 500), not_finite=not_finite
-        )
+            key=lease.key, attempt=lease.attempt, round=lease.round, error=printable(reason, 500),
+            not_finite=not_finite, lacks_state=lacks_state,
+        )  # fmt: skip
 
     async def _do_or_send_again(self, lease: pb.Lease) -> None:
         answer = self._unsent.get(lease_id(lease))
         if answer is not None and await self._files.run(self._is_whole, lease, answer):
-            await self._send(lease, answer)
+            self._begin_to_send(lease, answer)
         else:
             self._unsent.pop(lease_id(lease), None)
             await self._do(lease)
@@ -280,8 +298,8 @@ class Runner:
             raise Refused(
                 f"this worker has no task named {lease.task[:100]!r}; install the version the coordinator runs"
             )
-        self._recent.append(tuple(check_digest(d) for d in lease.objects))
-        for digest in self._recent[-1]:
+        self._recent.append(tuple(check_digest(d) for d in (*lease.objects, *lease.keeps)))
+        for digest in [check_digest(d) for d in lease.objects]:
             await self._fetch(digest, lease.deltas)
         operands = await self._wait_operands(lease) if lease.num_inline else {}
         arguments = await self._files.run(self._decode, json.loads(lease.arguments_json), operands)
@@ -352,16 +370,32 @@ class Runner:
             self._unsent[lease_id(lease)] = answer
             self._encoded.discard(Digest(answer.object))
         else:
+            if lease.round == AHEAD:  # more of the same chain follows
+                await self._files.run(self.folder.carry_residuals, lease.base_version, lease.next_version)
             self._report(answer)
         await self._save_results()  # from here on a restart only sends it
         if lease.kind == "pinned":
             await self._files.run(self.folder.snapshot.drop)
         if result.tensors:
-            await self._send(lease, answer)
+            self._begin_to_send(lease, answer)
+
+    def _begin_to_send(self, lease: pb.Lease, answer: pb.TaskResult) -> None:
+        id = lease_id(lease)
+        self._num_sent[id] = 0
+        self._sending[id] = asyncio.create_task(self._bring(lease, answer))
+
+    async def _bring(self, lease: pb.Lease, answer: pb.TaskResult) -> None:
+        """Send a result beside whatever else is done."""
+        try:
+            await self._told_if_failed(lease, self._send(lease, answer))
+        finally:
+            self._sending.pop(lease_id(lease), None)
+            self._num_sent.pop(lease_id(lease), None)
+            self._wake.set()
+            self.changed.set()
 
     async def _send(self, lease: pb.Lease, answer: pb.TaskResult) -> None:
         """Bring a result's object to the coordinator, as far as it is not there, and then report it."""
-        self.activity = ("uploading", 0)
         digest = Digest(answer.object)
         try:
             await self.link.retry(lambda connection: self._push(connection, digest, lease))
@@ -393,33 +427,72 @@ class Runner:
                 self.changed.set()
 
     async def _push(self, connection: Any, digest: Digest, lease: pb.Lease) -> None:
-        await self.link.push(
-            connection, digest, self.folder.objects.path(digest), upload_purpose(*lease_id(lease)), self._files,
-            on_progress=lambda n: self._moved("uploading", n),
-        )  # fmt: skip
+        id = lease_id(lease)
 
-    async def _fetch(self, digest: Digest, deltas: Iterable[pb.Delta] = ()) -> None:
-        if self.folder.objects.has(digest):
-            return
-        self.activity = ("downloading", 0)
+        def moved(num_bytes: int) -> None:
+            if id in self._sending:
+                self._num_sent[id] = num_bytes
+            else:
+                self.activity = ("uploading", num_bytes)
+
+        await self.link.push(
+            connection, digest, self.folder.objects.path(digest), upload_purpose(*id), self._files, on_progress=moved
+        )
+
+    async def _fetch_ahead(self) -> None:
+        """Bring the inputs of work that waits behind the task under way."""
+        while True:
+            self._ahead_wake.clear()
+            for id, lease in list(self.wanted.items()):
+                if self.current not in (None, id) and id not in self.results and id not in self._sending:
+                    with contextlib.suppress(PotluckError):  # the work itself will meet it
+                        for digest in [check_digest(d) for d in lease.objects]:
+                            await self._fetch(digest, lease.deltas, is_ahead=True)
+            await self._ahead_wake.wait()
+
+    async def _fetch(self, digest: Digest, deltas: Iterable[pb.Delta] = (), *, is_ahead: bool = False) -> None:
+        """Have an object here. `is_ahead`: for work that waits, beside the task under way."""
+        if not is_ahead:
+            self._awaited = digest
+        while not self.folder.objects.has(digest):
+            if not is_ahead:
+                self.activity = ("downloading", 0)
+            if (under_way := self._fetching.get(digest)) is not None:
+                await under_way.wait()
+                continue
+            self._fetching[digest] = asyncio.Event()
+            try:
+                await self._fetch_alone(digest, deltas)
+            finally:
+                self._fetching.pop(digest).set()
+
+    async def _fetch_alone(self, digest: Digest, deltas: Iterable[pb.Delta]) -> None:
+        arrived = 0
+
+        def moved(num_bytes: int) -> None:
+            nonlocal arrived
+            arrived = num_bytes
+            if self._awaited == digest:
+                self.activity = ("downloading", num_bytes)
+
         if self._share is None:
-            await self._obtain(digest, deltas)
+            await self._obtain(digest, deltas, moved)
         else:
             await self._share.fetch(
-                digest, self.folder.objects, lambda: self._obtain(digest, deltas),
-                arrived=lambda: self.activity[1], told=lambda n: self._moved("downloading", n),
+                digest, self.folder.objects, lambda: self._obtain(digest, deltas, moved), arrived=lambda: arrived,
+                told=moved,
             )  # fmt: skip
 
-    async def _obtain(self, digest: Digest, deltas: Iterable[pb.Delta]) -> None:
+    async def _obtain(self, digest: Digest, deltas: Iterable[pb.Delta], moved: Callable[[int], None]) -> None:
         """By the differences from a version that is here, where they lead to it; else whole."""
         try:
             for delta in self._way_to(digest, deltas):
-                await self._download(check_digest(delta.delta))
+                await self._download(check_digest(delta.delta), moved)
                 await self._files.run(self._apply, delta)
         except (CorruptError, Refused) as error:
             self._note(f"{error}; the whole model is fetched instead")
         if not self.folder.objects.has(digest):
-            await self._download(digest)
+            await self._download(digest, moved)
 
     def _way_to(self, digest: Digest, deltas: Iterable[pb.Delta]) -> list[pb.Delta]:
         by_target = {delta.target: delta for delta in deltas}
@@ -436,19 +509,17 @@ class Runner:
     def _apply(self, delta: pb.Delta) -> None:
         """In a file thread. CorruptError if it does not lead where it says."""
         base, change = (self.folder.objects.path(check_digest(d)) for d in (delta.base, delta.delta))
-        size = flat_size(WHOLE, self.trainer.layout, codec("fp32"))
-        with self.folder.objects.scratch("version", size) as path:
-            write_sum(path, base, change, self.trainer.layout)
+        with Bundle.open(base) as before:
+            layout = layout_of(before, self.trainer.layout)
+        with self.folder.objects.scratch("version", flat_size(WHOLE, layout, codec("fp32"))) as path:
+            write_sum(path, base, change, layout)
             with self._storing:
                 found = self.folder.objects.adopt(path)
         if found != delta.target:
             raise CorruptError(f"the difference {delta.delta[:23]} leads to {found[:23]}, not to {delta.target[:23]}")
 
-    async def _download(self, digest: Digest) -> None:
-        await self.link.fetch(digest, self.folder.objects, self._files, lambda n: self._moved("downloading", n))
-
-    def _moved(self, activity: str, num_bytes: int) -> None:
-        self.activity = (activity, num_bytes)
+    async def _download(self, digest: Digest, moved: Callable[[int], None]) -> None:
+        await self.link.fetch(digest, self.folder.objects, self._files, moved)
 
     async def _wait_operands(self, lease: pb.Lease) -> dict[str, Tensor]:
         while lease_id(lease) not in self.operands:
@@ -467,8 +538,8 @@ class Runner:
 
     def _decode(self, value: Any, operands: Mapping[str, Tensor]) -> Any:
         def params(digest: Digest) -> Vector:
-            layout = self.trainer.layout
             bundle = Bundle.open(self.folder.objects.path(digest))
+            layout = layout_of(bundle, self.trainer.layout)
             bundle.check_layout(WHOLE, layout)
             self._mapped.append(bundle)
             return Vector(layout.numel, lambda start, stop: bundle.flat_slice(WHOLE, layout, start, stop))
@@ -487,9 +558,9 @@ class Runner:
 
     def _encode(self, lease: pb.Lease, tensors: Mapping[str, Vector | Tensor]) -> Digest:
         ((name, tensor),) = tensors.items()
-        vector, layout = Vector.of(tensor), self.trainer.layout
+        vector, layout = Vector.of(tensor), self.trainer.layout.part(lease.part)
         if vector.numel != layout.numel:
-            raise ValueError(f"{name} has {vector.numel} elements and the model has {layout.numel}")
+            raise ValueError(f"{name} has {vector.numel} elements and {layout.numel} are asked for")
         spec = parse_spec(lease.up_codec or "fp32")
         policy = CodecPolicy(default=spec.codec.name, rules=self._up_rules)
         with self.folder.objects.scratch("result", flat_size(name, layout, policy)) as path:
@@ -505,16 +576,21 @@ class Runner:
     # What to report
 
     def progress(self) -> list[pb.Progress]:
-        if self.current is None:
-            return []
-        _, attempt, key = self.current
-        activity, step = self.activity
-        if activity == "training":
-            step = self._num_steps()
-        return [
-            pb.Progress(key=key, attempt=attempt, step=step, activity=activity, tokens_per_s=self.trainer.tokens_per_s)
-        ]
+        found: list[pb.Progress] = []
+        tokens_per_s = self.trainer.tokens_per_s
+        if self.current is not None:
+            activity, step = self.activity
+            if activity == "training":
+                step = self._num_steps()
+            found.append(_progress(self.current, activity, step, tokens_per_s))
+        sent = [(id, number) for id, number in self._num_sent.items() if id != self.current]
+        return found + [_progress(id, "uploading", number, tokens_per_s) for id, number in sent]
 
     def _num_steps(self) -> int:
         """Of the task under way, done so far."""
         return self.trainer.num_steps or self.trainer.num_batches  # validation takes no steps
+
+
+def _progress(id: LeaseId, activity: str, step: int, tokens_per_s: float) -> pb.Progress:
+    _, attempt, key = id
+    return pb.Progress(key=key, attempt=attempt, step=step, activity=activity, tokens_per_s=tokens_per_s)

@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from potluck.clock import Clock, Executor
 from potluck.storage.digest import file_name
-from potluck.storage.files import FolderLock, full_disk_named, unfinished_name, write_atomic
+from potluck.storage.files import FolderLock, full_disk_named, link_or_copy, unfinished_name, write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import PotluckError, ResourceError
 from potluck.types.ids import Digest
@@ -100,7 +99,7 @@ def _take(folder: Path, digest: Digest, store: ObjectStore) -> bool:
     scratch = unfinished_name(store.root / "shared")
     try:
         with full_disk_named(scratch):
-            _link_or_copy(folder / "object", scratch)
+            link_or_copy(folder / "object", scratch)
     except FileNotFoundError:
         return False
     except BaseException:
@@ -117,19 +116,10 @@ def _take(folder: Path, digest: Digest, store: ObjectStore) -> bool:
 def _give(folder: Path, path: Path) -> None:
     scratch = unfinished_name(folder / "object")
     try:
-        _link_or_copy(path, scratch)
+        link_or_copy(path, scratch)
         os.replace(scratch, folder / "object")
     except OSError:  # without a shared copy the others download their own
         scratch.unlink(missing_ok=True)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
 
 
 def _remove_unused(root: Path, now: float) -> None:

@@ -4,7 +4,8 @@
     STATE/identity/         key and certificate (transport/security)
     STATE/runs/RUN/objects/      what it downloaded and will upload
     STATE/runs/RUN/local/VERSION.safetensors   inner optimizer, data position: one file a version
-    STATE/runs/RUN/local/VERSION.residual      what codecs lost so far (worker/feedback.py), fp32
+    STATE/runs/RUN/local/VERSION.residual      what codecs lost so far (worker/feedback.py), fp32; of parts of the
+                                               model with the number of their first tensor
     STATE/runs/RUN/snapshot-N    the task under way, after some of its steps (worker/snapshots.py)
     STATE/runs/RUN/results.json  finished work: on its way to the coordinator, or not acknowledged by it
 
@@ -17,7 +18,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,14 @@ from torch import Tensor
 
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb
-from potluck.storage.files import remove_unfinished, write_atomic
+from potluck.storage.files import link_or_copy, remove_files, remove_unfinished, write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import CorruptError, ResourceError
 from potluck.worker.snapshots import SnapshotFile
 
+_others_unfinished = ".tmp*"
+"""Files that safetensors is writing: a state may be saved while others are dropped."""
+_is_residual = re.compile(r"\.residual[0-9]*")
 Results = Mapping[LeaseId, pb.TaskResult]
 
 
@@ -46,6 +51,7 @@ class RunFolder:
         self.snapshot = SnapshotFile(root, self.objects.spares)
         for folder in (root, self._local):
             remove_unfinished(folder)
+        remove_files(self._local.glob(_others_unfinished))
 
     # Pinned states
 
@@ -53,12 +59,26 @@ class RunFolder:
         name = hashlib.sha256(version.encode()).hexdigest()[:32]  # a version is a name from the network
         return self._local / f"{name}.safetensors"
 
-    def residual_path(self, version: str) -> Path:
-        """Where the error feedback of a version is, or would be."""
-        return self._path(version).with_suffix(".residual")
+    def residual_path(self, version: str, part: Sequence[int] = ()) -> Path:
+        """Where the error feedback of a version is, or would be; of a part of the model, named by its first tensor."""
+        return self._path(version).with_suffix(f".residual{part[0]}" if part else ".residual")
 
     def drop_residual(self, version: str) -> None:
-        self.residual_path(version).unlink(missing_ok=True)
+        for path in self.residuals(version):
+            path.unlink(missing_ok=True)
+
+    def residuals(self, version: str) -> list[Path]:
+        """All files of what codecs lost."""
+        path = self._path(version)
+        return [p for p in path.parent.glob(f"{path.stem}.residual*") if _is_residual.fullmatch(p.suffix)]
+
+    def carry_residuals(self, version: str, to: str, *, but: Path | None = None) -> None:
+        """What nothing was sent of is left over in the next state too. `but`: the one of what was sent."""
+        for path in self.residuals(version) if version and to else ():
+            target = self._path(to).with_suffix(path.suffix)
+            if path != but:
+                target.unlink(missing_ok=True)
+                link_or_copy(path, target)
 
     def has_version(self, version: str) -> bool:
         return bool(version) and self._path(version).exists()
@@ -92,7 +112,7 @@ class RunFolder:
         """Drop every state that is neither adopted nor waited for."""
         stems = {self._path(version).stem for version in keep if version}
         for path in self._local.iterdir():
-            if path.stem not in stems:
+            if path.stem not in stems and not path.match(_others_unfinished):
                 path.unlink(missing_ok=True)
 
     # Results

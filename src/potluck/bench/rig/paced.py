@@ -1,7 +1,8 @@
 """Strategies for workers of a chosen speed, so that one machine stands for several whatever else it does.
 
-`Paced` is DiLoCo whose inner steps take at least `step_s` each; `Bag` hands out pure tasks of `piece_s` and leaves the
-model as it is. Used by their file, as a user's own would be: `strategy.name = "…/paced.py:Paced"`.
+`Paced` is DiLoCo whose inner steps take at least `step_s` each, `PacedStreaming` the same of streaming DiLoCo, and
+`Bag` hands out pure tasks of `piece_s` and leaves the model as it is. Used by their file, as a user's own would be:
+`strategy.name = "…/paced.py:Paced"`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict
 
-from potluck.strategies import diloco
+from potluck.strategies import diloco, streaming_diloco
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig, DiLoCoState
 from potluck.strategies.fleet import Fleet, Replies
 from potluck.strategies.replica import Replica, Step
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
+from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig, StreamingDiLoCoState
 from potluck.strategies.task import BoundTask, Result, task
 from potluck.types.ids import WorkerId
 
@@ -49,9 +51,14 @@ def inner(replica: Replica, *, step_s: float, **arguments: Any) -> Result:
     return diloco.inner.function(_Slow(replica, step_s), **arguments)
 
 
+@task("paced.streaming", kind="pinned", numbers=streaming_diloco.inner.numbers)
+def streaming(replica: Replica, *, step_s: float, **arguments: Any) -> Result:
+    return streaming_diloco.inner.function(_Slow(replica, step_s), **arguments)
+
+
 @dataclass(frozen=True)
 class _SlowFleet:
-    """A fleet whose workers take `step_s` for each step of DiLoCo."""
+    """A fleet whose workers take `step_s` for each inner step."""
 
     fleet: Fleet
     step_s: float
@@ -60,11 +67,16 @@ class _SlowFleet:
         return getattr(self.fleet, name)
 
     async def call(self, tasks: Mapping[WorkerId, BoundTask], **how: Any) -> Replies:
-        slow = {
-            id: replace(bound, task=inner.name, arguments={**bound.arguments, "step_s": self.step_s})
+        return await self.fleet.call(self._slow(tasks, inner.name), **how)
+
+    async def enqueue(self, tasks: Mapping[WorkerId, BoundTask], **how: Any) -> None:
+        await self.fleet.enqueue(self._slow(tasks, streaming.name), **how)
+
+    def _slow(self, tasks: Mapping[WorkerId, BoundTask], name: str) -> dict[WorkerId, BoundTask]:
+        return {
+            id: replace(bound, task=name, arguments={**bound.arguments, "step_s": self.step_s})
             for id, bound in tasks.items()
         }
-        return await self.fleet.call(slow, **how)
 
 
 class PacedConfig(DiLoCoConfig):
@@ -79,6 +91,21 @@ class Paced(DiLoCo):
         self._step_s = config.step_s
 
     async def run_round(self, state: DiLoCoState, fleet: Fleet) -> DiLoCoState:
+        return await super().run_round(state, cast(Fleet, _SlowFleet(fleet, self._step_s)))
+
+
+class PacedStreamingConfig(StreamingDiLoCoConfig):
+    step_s: float = 0.1
+
+
+class PacedStreaming(StreamingDiLoCo):
+    Config: ClassVar[type[BaseModel]] = PacedStreamingConfig
+
+    def __init__(self, config: PacedStreamingConfig) -> None:
+        super().__init__(config)
+        self._step_s = config.step_s
+
+    async def run_round(self, state: StreamingDiLoCoState, fleet: Fleet) -> StreamingDiLoCoState:
         return await super().run_round(state, cast(Fleet, _SlowFleet(fleet, self._step_s)))
 
 

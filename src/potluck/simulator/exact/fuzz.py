@@ -42,6 +42,7 @@ from potluck.storage.ledger import ReplyRow
 from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
+from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig
 from potluck.strategies.sub_gemm.strategy import SubGEMM, SubGEMMConfig
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
 from potluck.transport.memory import Link
@@ -147,6 +148,9 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
     case = replace(case, faults=(*case.faults, *aim(chance, case.workers, kinds=kinds)))
     if case.strategy == "async_diloco":
         return replace(case, num_rounds=3 * case.num_rounds)  # a round takes as little as one update
+    if case.strategy == "streaming_diloco":  # rounds overlap: it takes some until all that can be under way is
+        case = _with_lost_work(case, chance, kinds) if chance.random() < 0.5 else case
+        return replace(case, num_rounds=case.num_rounds + 3)
     if case.strategy != "diloco":
         return case
     if case.balance == "none":
@@ -374,6 +378,8 @@ class _Play:
             return SyncSGD(SyncSGDConfig(min_reply_fraction=self.case.min_reply_fraction))
         if self.case.strategy == "async_diloco":
             return AsyncDiLoCo(asynchronous(self.case))
+        if self.case.strategy == "streaming_diloco":
+            return StreamingDiLoCo(_streaming(self.case))
         if self.case.strategy == "sub_gemm":
             return SubGEMM(SubGEMMConfig(head_computes=self.case.seed % 6 == 0, least_side=4))
         return DiLoCo(
@@ -489,6 +495,17 @@ class _Play:
         if world.last is not None:
             world.last.ledger.close()
         world.network.fail()
+
+
+def _streaming(case: Case) -> StreamingDiLoCoConfig:
+    """Two fragments, and any overlap that this allows."""
+    chance = random.Random(f"streaming/{case.seed}")
+    num_inner_steps = 2 * case.num_inner_steps
+    return StreamingDiLoCoConfig(
+        num_inner_steps=num_inner_steps, num_fragments=2, overlap_steps=chance.randrange(num_inner_steps),
+        mixing=chance.choice((0.0, 0.5)), eager=chance.random() < 0.25, outer_momentum=0.6,
+        min_reply_fraction=case.min_reply_fraction,
+    )  # fmt: skip
 
 
 def _cost(seconds: float) -> Callable[[pb.Lease], float]:

@@ -19,7 +19,7 @@ A worker that lost its disk lost its inner optimizer too: its next task may begi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from potluck.codecs.bundle import Bundle
 from potluck.coordinator.core import Coordinator
 from potluck.fleet.arrivals import handed_out_in
 from potluck.fleet.head import HEAD, read_spans
-from potluck.fleet.leases import FLOATING
+from potluck.fleet.leases import AHEAD, FLOATING
 from potluck.fleet.paces import COHORT, cohort, facts
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb
@@ -123,11 +123,11 @@ class Witness:
         self._given_up = [x for x in self._given_up if x[0] is run and now - x[1] <= logging_s]
         held = {(x.message.round, x.attempt, x.message.key, x.issue) for x in run.fleet.book.open.values()}
         for _, _, round, attempt, worker in due:
-            rows = [(round, attempt, row) for row in run.ledger.leases(round, attempt)]
-            for at_round, at_attempt, row in [*rows, *((FLOATING, 0, row) for row in run.ledger.leases(FLOATING, 0))]:
-                name = (at_round, at_attempt, row.key, row.issue)
-                if row.worker == worker and row.status == "open" and name not in held:
-                    raise Violated(f"{row.key} of {worker} was given up, and the next process would wait for it")
+            for place in ((round, attempt), (AHEAD, 0), (FLOATING, 0)):
+                for row in run.ledger.leases(*place):
+                    is_open = row.worker == worker and row.status == "open"
+                    if is_open and (*place, row.key, row.issue) not in held:
+                        raise Violated(f"{row.key} of {worker} was given up, and the next process would wait for it")
 
     def look(self, run: Coordinator) -> None:
         """Check every commit since the last look, and the books."""
@@ -218,11 +218,12 @@ class Witness:
         self.counted.append(counted)
 
     def _check_pinned(self, run: Coordinator, lease: pb.Lease, row: ReplyRow) -> None:
-        """It began at the state its worker holds, and is what the task makes of it."""
-        if lease.base_version != self._versions.get(row.worker, ""):
+        """It began at the state its worker holds, and is what the task makes of it; another one may follow it."""
+        held = self._versions.get(row.worker, "")
+        if lease.base_version != held:
             raise Violated(
                 f"{lease.key} of round {lease.round} begins at {lease.base_version or 'nothing'} and its worker holds "
-                f"{self._versions.get(row.worker) or 'nothing'}"
+                f"{held or 'nothing'}"
             )
         self.redo(run, lease, row)
         self._versions[row.worker] = row.version
@@ -239,7 +240,7 @@ class Witness:
         expected = plainly((self._alone or run.strategy).run_round(self._state, fleet))
         names = expected.named_handles()
         for name, handle in proposed.named_handles().items():
-            got, wanted = run.params.read(handle), fleet.values[names[name]]
+            got, wanted = run.params.read(handle), fleet.read(names[name])
             if not torch.allclose(got, wanted, rtol=1e-5, atol=self.tolerance or 1e-7):
                 raise Violated(
                     f"{name} after round {proposed.round} is off by {(got - wanted).abs().max().item():.2e} from what "
@@ -287,15 +288,16 @@ class Witness:
                 raise Violated(f"{lease.message.key} is in the hands of {lease.worker} and its round is over")
         deal = run.ledger.deal()
         handed_out = sum(b - a for epoch in deal["epochs"] for _, a, b in epoch[4]) if deal else 0
-        at_work = [lease.message for lease in run.fleet.book.open.values() if lease.message.round != FLOATING]
-        held = sum(s.stop - s.start for lease in (*at_work, *_beyond_rounds(run)) for s in lease.spans)
+        in_hands = [lease.message for lease in run.fleet.book.open.values() if lease.message.round < AHEAD]
+        held = sum(s.stop - s.start for lease in (*in_hands, *_beyond_rounds(run)) for s in lease.spans)
         if handed_out > held:
             raise Violated(f"{handed_out} sequences are handed out and {held} are in somebody's hands")
 
     def _check_files(self, run: Coordinator) -> None:
         self._most_workers = workers = max(self._most_workers, len(run.roster.members))  # after a start none is known
         objects, data = len(run.objects.digests()), len(run.deck.digests())
-        if objects > data + 8 * workers + 8:
+        published = max(1, len(run.fleet.publisher.bases()))  # vectors that have versions of their own
+        if objects > data + 8 * workers + 8 * published:
             raise Violated(f"{objects} objects are kept, {data} of them data, for {workers} workers")
         files = sum(1 for path in run.params.root.iterdir() if path.is_file())
         if files > 64:
@@ -304,8 +306,8 @@ class Witness:
 
 def _beyond_rounds(run: Coordinator) -> list[pb.Lease]:
     """Work that was handed out beyond rounds: open, or done and not yet used by a commit."""
-    rows = [rows[-1] for rows in run.fleet.floating.leases.values()]
-    return [pb.Lease.FromString(row.lease) for row in rows if row.status != "lost"]
+    given = [*run.fleet.floating.leases.values(), *run.fleet.ahead.work.attempt.leases.values()]
+    return [pb.Lease.FromString(rows[-1].lease) for rows in given if rows[-1].status != "lost"]
 
 
 class PlainFleet:
@@ -321,7 +323,9 @@ class PlainFleet:
     ) -> None:
         self._coordinator, self._decided, self._rows = run, decided, rows
         self._round, self._attempt = place
-        self.values: dict[Params, Tensor] = dict(values)
+        self._files: dict[str, Tensor] = {}
+        for handle, vector in values.items():
+            self._hold(handle, vector)
 
     @property
     def run(self) -> RunFacts:
@@ -351,8 +355,24 @@ class PlainFleet:
     async def reduce(self, replies: Sequence[Reply], reduction: Reduction) -> Params:
         return self._reduced([self._rows[reply.key] for reply in replies], reduction)
 
+    async def enqueue(
+        self, tasks: Mapping[WorkerId, BoundTask], *, key: str, reduce: Reduction | None = None,
+        afresh: Collection[WorkerId] = (),
+    ) -> None:  # fmt: skip
+        pass
+
+    async def collect(self, keys: Sequence[str], *, min_replies: int, reduce: Reduction | None = None) -> Replies:
+        under = [[r for n, r in sorted(self._rows.items()) if n.startswith(f"{key}/")] for key in keys]
+        if len(under[-1]) < min_replies:
+            raise Violated(f"{keys[-1]} was committed with {len(under[-1])} replies and needs {min_replies}")
+        if odd := {r.worker for rows in under for r in rows} - {r.worker for r in under[-1]}:
+            raise Violated(f"of {sorted(odd)} only a part of {', '.join(keys)} counts")
+        rows = [row for each in under for row in each]
+        replies = tuple(Reply(worker=WorkerId(r.worker), key=r.key, scalars=r.scalars, object=r.object) for r in rows)
+        return Replies(replies=replies, value=self._reduced(under[-1], reduce) if reduce else None)
+
     def _reduced(self, rows: Sequence[ReplyRow], reduction: Reduction) -> Params:
-        layout = self.run.layout
+        layout = self.run.layout.part(reduction.part)
         total, weights = torch.zeros(layout.numel, dtype=torch.float64), 0.0
         for row in rows:
             weight = float(row.scalars[reduction.weight]) if reduction.weight and reduction.mean else 1.0
@@ -363,12 +383,25 @@ class PlainFleet:
         return self._new((total / weights if reduction.mean else total).float())
 
     def _new(self, values: Tensor) -> Params:
-        handle = Params((Fragment(f"plain-{len(self.values)}", values.numel()),))
-        self.values[handle] = values
+        handle = Params((Fragment(f"plain-{len(self._files)}", values.numel()),))
+        self._hold(handle, values)
         return handle
 
-    async def apply(self, op: Op, *handles: Params, num_outputs: int = 1, **scalars: Any) -> tuple[Params, ...]:
-        made = op(*(self.values[h].clone() for h in handles), layout=self.run.layout, offset=0, **scalars)
+    def _hold(self, handle: Params, values: Tensor) -> None:
+        """By files, as handles of parts name them."""
+        at = 0
+        for f in handle.fragments:
+            whole = self._files.setdefault(f.name, torch.full((f.in_file,), torch.nan))
+            whole[f.start : f.start + f.numel] = values[at : at + f.numel]
+            at += f.numel
+
+    def read(self, handle: Params) -> Tensor:
+        return torch.cat([self._files[f.name][f.start : f.start + f.numel] for f in handle.fragments])
+
+    async def apply(
+        self, op: Op, *handles: Params, num_outputs: int = 1, part: Sequence[int] = (), **scalars: Any
+    ) -> tuple[Params, ...]:
+        made = op(*(self.read(h) for h in handles), layout=self.run.layout.part(part), offset=0, **scalars)
         assert len(made) == num_outputs
         return tuple(self._new(values.clone()) for values in made)
 
@@ -380,7 +413,7 @@ class PlainFleet:
         run = self._coordinator
         (lease,) = run.ledger.leases(self._round, self._attempt)
         data = read_spans(list(pb.Lease.FromString(lease.lease).spans), run.objects, run.facts)
-        result = work(PlainHead(data, self.values))
+        result = work(PlainHead(data, self.read))
         return HeadResult(
             scalars=result.scalars, handles={k: self._new(Vector.of(v).tensor()) for k, v in result.tensors.items()}
         )
@@ -392,7 +425,7 @@ class PlainFleet:
         pass
 
     async def norm(self, handle: Params) -> float:
-        return float(self.values[handle].double().norm())
+        return float(self.read(handle).double().norm())
 
     async def next(self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str) -> Reply:
         raise _unplayed(key)
@@ -416,14 +449,14 @@ class PlainFleet:
 class PlainHead:
     """The head without devices."""
 
-    def __init__(self, data: Iterator[Tensor], values: Mapping[Params, Tensor]) -> None:
-        self._data, self._values = data, values
+    def __init__(self, data: Iterator[Tensor], read: Callable[[Params], Tensor]) -> None:
+        self._data, self._read = data, read
 
     def batches(self) -> Iterator[Tensor]:
         return self._data
 
     def vector(self, handle: Params) -> Vector:
-        return Vector.of(self._values[handle])
+        return Vector.of(self._read(handle))
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         return ()

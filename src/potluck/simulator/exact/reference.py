@@ -12,7 +12,7 @@ worker's code is that of all of them:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from potluck.codecs.bundle import Bundle
-from potluck.codecs.delta import WHOLE
+from potluck.codecs.delta import WHOLE, layout_of
 from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
 from potluck.protocol import pb
@@ -33,6 +33,7 @@ from potluck.storage.objects import ObjectStore
 from potluck.strategies.registry import install_tasks
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import decode_arguments, installed
+from potluck.types.errors import StateMissing
 from potluck.types.ids import Digest
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
@@ -51,6 +52,7 @@ class Reference:
         self._spec, self._folder = spec, RunFolder(folder)
         self._trainer = Trainer(TorchReplica(spec), self._folder, lambda _: None, now=lambda: 0.0)
         self._rules = CodecPolicy.from_json("fp32", spec.up_rules).rules
+        self._unsure: dict[str, tuple[pb.Lease, ReplyRow]] = {}  # tasks that may have begun afresh, by what they left
 
     @property
     def _layout(self) -> Layout:
@@ -58,14 +60,19 @@ class Reference:
 
     def check(self, lease: pb.Lease, row: ReplyRow, objects: ObjectStore, *, may_be_fresh: bool) -> None:
         """`objects` are the coordinator's. `may_be_fresh`: the worker may have lost its state. Violated."""
+        fresh = pb.Lease()
+        fresh.CopyFrom(lease)
+        fresh.base_version = ""
+        is_open = may_be_fresh and bool(lease.base_version)
         if self._matches(lease, row, objects):
+            if is_open and not row.object:  # it sent nothing: what comes after it will tell how it began
+                self._unsure[lease.next_version] = (fresh, row)
             return
-        if may_be_fresh and lease.base_version:
-            fresh = pb.Lease()
-            fresh.CopyFrom(lease)
-            fresh.base_version = ""
-            if self._matches(fresh, row, objects):
-                return
+        if is_open and self._matches(fresh, row, objects):
+            return
+        before = self._unsure.pop(lease.base_version, None)
+        if before is not None and self._matches(*before, objects) and self._matches(lease, row, objects):
+            return
         raise Violated(f"the update of {lease.key} in round {lease.round} is not what its task makes of its data")
 
     def adopt(self, versions: dict[str, str]) -> None:
@@ -84,10 +91,16 @@ class Reference:
                 lease, source, pinned=True,
                 is_cut_short=lambda: bool(lease.sequences_per_step) and trainer.num_steps >= num_steps,
             )  # fmt: skip
-            result = function.function(replica, **arguments)
+            try:
+                result = function.function(replica, **arguments)
+            except StateMissing:
+                return False
             trainer.keep(lease, source)
             if dict(result.scalars) != dict(row.scalars):
                 return False
+            if not result.tensors:
+                self._folder.carry_residuals(lease.base_version, lease.next_version)
+                return not row.object
             ((name, tensor),) = result.tensors.items()
             return self._encoded(lease, row, objects, name, Vector.of(tensor))
 
@@ -95,8 +108,9 @@ class Reference:
         spec = parse_spec(lease.up_codec or "fp32")
         path = self._folder.root / "update"
         path.unlink(missing_ok=True)
+        layout = self._layout.part(lease.part)
         write_update(
-            path, name, vector, layout=self._layout, policy=CodecPolicy(default=spec.codec.name, rules=self._rules),
+            path, name, vector, layout=layout, policy=CodecPolicy(default=spec.codec.name, rules=self._rules),
             beta=spec.beta, lease=lease, folder=self._folder, seed=self._spec.seed,
         )  # fmt: skip
         if digest_file(path) != row.object:
@@ -106,19 +120,20 @@ class Reference:
         return True
 
     def _check_feedback(self, lease: pb.Lease, update: Path, name: str, vector: Vector, beta: float) -> None:
+        layout = self._layout.part(lease.part)
         with Bundle.open(update) as bundle:
-            decoded = bundle.flat_slice(name, self._layout, 0, self._layout.numel)
-        got = decoded + self._left_over(lease.next_version)
-        wanted = vector.read(0, self._layout.numel) + beta * self._left_over(lease.base_version)
+            decoded = bundle.flat_slice(name, layout, 0, layout.numel)
+        got = decoded + self._left_over(lease.next_version, lease.part)
+        wanted = vector.read(0, layout.numel) + beta * self._left_over(lease.base_version, lease.part)
         if not torch.allclose(got, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max())):
             raise Violated(
                 f"error feedback of {lease.key} in round {lease.round} loses {(got - wanted).abs().max().item():.2e}"
             )
 
-    def _left_over(self, version: str) -> Tensor:
-        path = self._folder.residual_path(version)
+    def _left_over(self, version: str, part: Sequence[int]) -> Tensor:
+        path = self._folder.residual_path(version, part)
         if not version or not path.is_file():
-            return torch.zeros(self._layout.numel)
+            return torch.zeros(self._layout.part(part).numel)
         return torch.from_numpy(np.fromfile(path, dtype=np.float32))
 
 
@@ -128,7 +143,8 @@ def _arguments(lease: pb.Lease, objects: ObjectStore, layout: Layout) -> Iterato
 
     def params(digest: Digest) -> Vector:
         with Bundle.open(objects.path(digest)) as bundle:
-            return Vector.of(bundle.flat_slice(WHOLE, layout, 0, layout.numel))
+            own = layout_of(bundle, layout)
+            return Vector.of(bundle.flat_slice(WHOLE, own, 0, own.numel))
 
     def none(_: object) -> Any:
         raise NotImplementedError(f"{lease.task} takes tensors; teach the reference to read them")

@@ -149,12 +149,12 @@ class MetaObjects(ObjectStore):
 
 
 class MetaParams(ParamStore):
-    """Vectors that have a name and a length; each is one fragment."""
+    """Vectors that have a name and a length; each is one file."""
 
     def __init__(self, root: Path, machine: CoordinatorMachine, meter: Meter) -> None:
         super().__init__(root, durable=True)
         self._machine, self.meter = machine, meter
-        self._vectors: set[Params] = set()
+        self._files: dict[str, int] = {}  # elements of each
         self._means: dict[Params, float] = {}  # seconds to read those that are computed when they are read
 
     def create(self, name: str, vector: Vector | Tensor) -> Params:
@@ -162,7 +162,7 @@ class MetaParams(ParamStore):
 
     def find(self, name: str, numel: int) -> Params | None:
         params = _whole(name, numel)
-        return params if params in self._vectors else None
+        return params if self._files.get(name) == numel else None
 
     def zeros(self, name: str, numel: int) -> Params:
         return self._made(name, numel)
@@ -196,16 +196,17 @@ class MetaParams(ParamStore):
             self.meter.charge(self._means.pop(params, 0.0))
 
     def check(self, params: Params) -> None:
-        if params not in self._vectors:
-            raise CorruptError(f"the vector {params.fragments[0].name} is not among those of {self.root}")
+        for fragment in params.fragments:
+            if self._files.get(fragment.name) != fragment.in_file:
+                raise CorruptError(f"the vector {fragment.name} is not among those of {self.root}")
 
     def remove_except(self, handles: Iterable[Params]) -> int:
         kept = set(handles)
         self.settle(kept)
-        gone = self._vectors - kept
-        self._vectors &= kept
+        names = {fragment.name for params in kept for fragment in params.fragments}
+        gone = [name for name in self._files if name not in names]
         self._means.clear()
-        return sum(type_bytes * params.numel for params in gone)
+        return sum(type_bytes * self._files.pop(name) for name in gone)
 
     def _read(self, params: Params) -> None:
         self.check(params)
@@ -213,7 +214,7 @@ class MetaParams(ParamStore):
 
     def _made(self, name: str, numel: int) -> Params:
         params = _whole(name, numel)
-        self._vectors.add(params)
+        self._files[name] = numel
         return params
 
 
@@ -229,17 +230,20 @@ class MetaPublisher(Publisher):
     ) -> None:
         super().__init__(run, params, objects, folder, executor)
         self._places, self._meter, self._charge_s = objects, params.meter, charge_s
-        whole = codec("fp32") if run.down.is_delta else run.down_policy
-        self._whole_bytes = flat_size(WHOLE, run.layout, whole)
-        self._change_bytes = flat_size(CHANGE, run.layout, run.down_policy) if run.down.is_delta else 0
+        self._sizes: dict[Layout, tuple[int, int]] = {}
 
-    def _encode(self, name: str, handle: Params) -> Digest:
-        self._meter.charge(self._charge_s)
-        version = handle.fragments[0].name
-        target = self._places.place(meta_digest(version, self._whole_bytes), self._whole_bytes)
+    def _encode(self, name: str, handle: Params, layout: Layout) -> Digest:
+        self._meter.charge(self._charge_s * layout.numel / self._run.layout.numel)
+        version = "+".join(f"{f.name}:{f.start}" for f in handle.fragments)
+        if layout not in self._sizes:
+            whole = codec("fp32") if self._run.down.is_delta else self._run.down_policy
+            change_bytes = flat_size(CHANGE, layout, self._run.down_policy) if self._run.down.is_delta else 0
+            self._sizes[layout] = (flat_size(WHOLE, layout, whole), change_bytes)
+        whole_bytes, change_bytes = self._sizes[layout]
+        target = self._places.place(meta_digest(version, whole_bytes), whole_bytes)
         base = self._latest.get(name)
         if self._run.down.is_delta and base is not None and self._places.has(base):
-            change = self._places.place(meta_digest(f"{version}-change", self._change_bytes), self._change_bytes)
+            change = self._places.place(meta_digest(f"{version}-change", change_bytes), change_bytes)
             delta = Delta(target=target, base=base, change=change)
             self._deltas[name] = [*self._deltas.get(name, []), delta][-max_chain:]
         return target
@@ -253,15 +257,16 @@ class MetaUpdates(Updates):
 
     def __init__(self, run: RunFacts, params: MetaParams, objects: MetaObjects, machine: CoordinatorMachine) -> None:
         super().__init__(run, params, objects)
-        self._vectors, self._machine, self._numel = params, machine, run.layout.numel
+        self._vectors, self._machine = params, machine
 
-    def check(self, object: Digest, name: str, max_norm: float) -> None:
+    def check(self, object: Digest, name: str, max_norm: float, part: Sequence[int] = ()) -> None:
         self._vectors.meter.charge(self._objects.size(object) / self._machine.check_bytes_per_s)
 
     def reduce(self, rows: Sequence[ReplyRow], reduction: Reduction, name: str) -> Combined:
-        read_s = type_bytes * self._numel * len(rows) / self._machine.add_bytes_per_s
+        numel = self._run.layout.part(reduction.part).numel
+        read_s = type_bytes * numel * len(rows) / self._machine.add_bytes_per_s
         report = Report(rule=self._run.aggregation.rule, factors=(1.0,) * len(rows), num_passes=1.0)
-        return Combined(params=self._vectors.mean(name, self._numel, read_s), report=report)
+        return Combined(params=self._vectors.mean(name, numel, read_s), report=report)
 
 
 class MetaCheckpoints(Checkpoints):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from potluck.planner.memory import ModelDims
 from potluck.protocol import pb
 from potluck.simulator.large.meta import MetaObjects, meta_digest
 from potluck.storage.digest import check_digest
-from potluck.strategies.replica import Loss, Mailbox, Replica, Step
+from potluck.strategies.replica import Kept, Loss, Mailbox, Replica, Step
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, TaskFunction, decode_arguments
 from potluck.types.errors import Refused
@@ -61,6 +61,13 @@ class Deed:
     num_tokens: int
 
 
+class AllKept(Kept):
+    """A state that holds whatever is asked for, without values."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.make(name)
+
+
 class CountingReplica:
     """A replica that counts. `num_sequences`: what it was given of held-out data."""
 
@@ -70,6 +77,7 @@ class CountingReplica:
         self._loss = math.log(self._dims.vocab_size)
         self._step = self._train_work(spec.inner.sequences_per_step)
         self.flops, self.num_steps, self.num_tokens = 0.0, 0, 0
+        self.kept = AllKept(layout.numel, "meta")
 
     @property
     def mailbox(self) -> Mailbox:
@@ -116,7 +124,7 @@ class CountingReplica:
 
 def without_values(layout: Layout) -> Vector:
     def read(start: int, stop: int) -> Tensor:
-        raise AssertionError("a vector without values is read")
+        return torch.empty(stop - start, device="meta")
 
     return Vector(layout.numel, read)
 
@@ -128,7 +136,7 @@ class Deeds:
         self.spec, self.layout = spec, layout
         self.policy_rules = CodecPolicy.from_json("fp32", spec.up_rules).rules
         self._done: dict[tuple[str, str, int], Deed] = {}
-        self._sizes: dict[tuple[str, str], int] = {}
+        self._sizes: dict[tuple[str, str, tuple[int, ...]], int] = {}
         self.whole_bytes = flat_size(WHOLE, layout, codec("fp32"))
 
     def of(self, function: TaskFunction, lease: pb.Lease, arguments: Mapping[str, Any]) -> Deed:
@@ -145,12 +153,13 @@ class Deeds:
             )
         return self._done[key]
 
-    def update_bytes(self, name: str, up_codec: str) -> int:
+    def update_bytes(self, name: str, up_codec: str, part: Sequence[int]) -> int:
         """What a result's vector takes on the way up."""
-        if (name, up_codec) not in self._sizes:
+        key = (name, up_codec, tuple(part))
+        if key not in self._sizes:
             policy = CodecPolicy(default=parse_spec(up_codec or "fp32").codec.name, rules=self.policy_rules)
-            self._sizes[name, up_codec] = flat_size(name, self.layout, policy)
-        return self._sizes[name, up_codec]
+            self._sizes[key] = flat_size(name, self.layout.part(part), policy)
+        return self._sizes[key]
 
 
 class DeviceCompute:
@@ -249,8 +258,11 @@ class MetaFolder(RunFolder):
         self._sent: dict[LeaseId, pb.TaskResult] = {}
         self._unsent: dict[LeaseId, pb.TaskResult] = {}
 
-    def residual_path(self, version: str) -> Path:
+    def residual_path(self, version: str, part: Sequence[int] = ()) -> Path:
         return self.root / version
+
+    def carry_residuals(self, version: str, to: str, *, but: Path | None = None) -> None:
+        pass
 
     def drop_residual(self, version: str) -> None:
         pass
@@ -348,7 +360,7 @@ class MetaRunner(Runner):
 
     def _encode(self, lease: pb.Lease, tensors: Mapping[str, Vector | Tensor]) -> Digest:
         (name,) = tensors
-        size = self._deeds.update_bytes(name, lease.up_codec)
+        size = self._deeds.update_bytes(name, lease.up_codec, lease.part)
         digest = meta_digest(f"{lease.round}/{lease.attempt}/{lease.key}", size)
         self._encoded.add(digest)
         return self._places.place(digest, size)

@@ -29,11 +29,12 @@ class DeviceReport:
     num_rounds: int  # in which its work counted
     num_tokens: int
     energy_j: float | None  # None where its power is not known
+    seconds: float  # of the run: what it sends and receives while it computes is in two phases at once
 
     @property
     def utilisation(self) -> float:
         """Share of the run in which it computed."""
-        return self.phases.compute_s / self.phases.total_s if self.phases.total_s else 0.0
+        return self.phases.compute_s / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

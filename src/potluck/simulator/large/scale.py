@@ -247,7 +247,11 @@ class SimulatedFleet:
             down_bytes=moved.down_bytes,
             num_rounds=given.get("rounds", 0),
             num_tokens=given.get("tokens", 0),
-            energy_j=energy_j(phases, Speeds(idle_w=machine.idle_w, load_w=machine.busy_w)),
+            energy_j=energy_j(
+                Phases(compute_s=phases.compute_s, wait_s=seconds - phases.compute_s),
+                Speeds(idle_w=machine.idle_w, load_w=machine.busy_w),
+            ),
+            seconds=seconds,
         )
 
 

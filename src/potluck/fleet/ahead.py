@@ -1,0 +1,125 @@
+"""Work that is begun before what it follows has been collected: rounds that overlap.
+
+A worker's tasks are a chain: each starts from the state that the one before it leaves, whether that is committed yet or
+not. A chain breaks where one of its tasks is lost; what follows that task is lost with it. Everything here belongs to
+no round: a round that is committed takes out what it collected, and one that is discarded drops all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from potluck.fleet.attempt import Attempt
+from potluck.fleet.leases import AHEAD
+from potluck.protocol import pb
+from potluck.storage.ledger import LeaseRow
+from potluck.types.ids import Digest, WorkerId
+
+
+@dataclass
+class Chain:
+    """One worker's: the state that its last task leaves, and why it goes on no longer ("" while it does)."""
+
+    tip: str
+    broken: str = ""
+
+
+@dataclass
+class Ahead:
+    attempt: Attempt = field(default_factory=lambda: Attempt(round=AHEAD))
+    chains: dict[WorkerId, Chain] = field(default_factory=dict[WorkerId, Chain])
+    inputs: dict[str, list[Digest]] = field(default_factory=dict[str, list[Digest]])
+    """By name. Kept until the round that counts the work is committed: it can be done once more then, and compared."""
+    _names: dict[str, dict[WorkerId, str]] = field(default_factory=dict[str, dict[WorkerId, str]])
+
+    @staticmethod
+    def of(attempt: Attempt) -> Ahead:
+        """As the ledger has it."""
+        found = Ahead(attempt)
+        by_worker: dict[WorkerId, list[tuple[LeaseRow, pb.Lease]]] = {}
+        for rows in attempt.leases.values():
+            lease = found._note(rows[-1])
+            by_worker.setdefault(WorkerId(rows[-1].worker), []).append((rows[-1], lease))
+        for worker, given in by_worker.items():
+            found.chains[worker] = _chain_of(given)
+        return found
+
+    def begun(self, key: str) -> Mapping[WorkerId, str]:
+        """Under which names work of this key was handed out, in the order of workers."""
+        names = self._names.get(key, {})
+        return {worker: names[worker] for worker in sorted(names)}
+
+    def row(self, name: str) -> LeaseRow:
+        return self.attempt.leases[name][-1]
+
+    def add(self, row: LeaseRow) -> None:
+        """Work was handed out. It is the end of its worker's chain now."""
+        lease = self._note(row)
+        if row.status != "lost":
+            self.chains[WorkerId(row.worker)] = Chain(lease.next_version)
+
+    def broke(self, worker: WorkerId, reason: str) -> None:
+        """A task of this worker was lost."""
+        if worker in self.chains:
+            self.chains[worker].broken = reason
+
+    def orphans(self) -> list[str]:
+        """Names of open work that follows work which was lost: a process died before it wrote that down."""
+        lost = {
+            pb.Lease.FromString(row.lease).next_version
+            for rows in self.attempt.leases.values() for row in rows[-1:] if row.status == "lost"
+        }  # fmt: skip
+        found: list[str] = []
+        waiting = [(n, pb.Lease.FromString(r[-1].lease)) for n, r in self.attempt.leases.items() if _open(r)]
+        while followers := [(n, lease) for n, lease in waiting if lease.base_version in lost and n not in found]:
+            found += [n for n, _ in followers]
+            lost |= {lease.next_version for _, lease in followers}
+        return found
+
+    def under_way(self) -> list[WorkerId]:
+        """Whose chains go on."""
+        return sorted(worker for worker, chain in self.chains.items() if not chain.broken)
+
+    def names(self, keys: Iterable[str]) -> Iterator[str]:
+        """All that was handed out under these keys, lost work too."""
+        for key in keys:
+            yield from self._names.get(key, {}).values()
+
+    def collected(self, keys: Iterable[str]) -> None:
+        """A round was committed that collected these keys."""
+        for key in keys:
+            for name in self._names.pop(key, {}).values():
+                self.attempt.leases.pop(name, None)
+                self.attempt.drop_reply(name)
+                self.inputs.pop(name, None)
+        left = {worker for names in self._names.values() for worker in names}
+        self.chains = {worker: chain for worker, chain in self.chains.items() if worker in left}
+
+    def _note(self, row: LeaseRow) -> pb.Lease:
+        lease = pb.Lease.FromString(row.lease)
+        key = row.key.partition("/")[0]
+        self._names.setdefault(key, {})[WorkerId(row.worker)] = row.key
+        self.inputs[row.key] = [Digest(d) for d in lease.objects]
+        return lease
+
+
+def name_of(key: str, worker: WorkerId, round: int, attempt: int) -> str:
+    """Never a name again: a late report of old work would answer the new."""
+    return f"{key}/{worker}#{round}.{attempt}"
+
+
+def _open(rows: Sequence[LeaseRow]) -> bool:
+    return rows[-1].status == "open"
+
+
+def _chain_of(given: Sequence[tuple[LeaseRow, pb.Lease]]) -> Chain:
+    """The chain of one worker, from what was handed to it. A later one may have taken the place of a broken one."""
+    alive = [lease for row, lease in given if row.status != "lost"]
+    lost = {lease.base_version: row.reason for row, lease in given if row.status == "lost"}
+    followed = {lease.base_version for lease in alive}
+    tips = [lease.next_version for lease in alive if lease.next_version not in followed]
+    whole = [tip for tip in tips if tip not in lost]
+    if whole:
+        return Chain(whole[-1])
+    return Chain(tips[-1] if tips else "", broken=next(iter(lost.values()), "lost") or "lost")

@@ -1,0 +1,99 @@
+"""Streaming DiLoCo beyond its contract: how it deals, that it contains DiLoCo, what overlaps, who joins and is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from potluck.contract import checks
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
+from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig, fragments
+from potluck.types.errors import RecipeError
+from potluck.types.params import Layout
+
+
+def streaming(**settings: object) -> StreamingDiLoCo:
+    return StreamingDiLoCo(StreamingDiLoCoConfig.model_validate({"outer_momentum": 0.6, **settings}))
+
+
+@pytest.mark.parametrize("sockets", [False, True], ids=["memory", "grpc"])
+def test_one_fragment_without_overlap_is_diloco_bit_for_bit(sockets: bool) -> None:
+    ours = {"num_inner_steps": 3, "num_fragments": 1, "overlap_steps": 0, "mixing": 0.0}
+    one, other = (
+        checks.run(Problem(num_rounds=3, up_codec="int8", down_codec="bf16"), make, num_workers=2, sockets=sockets)
+        for make in (lambda: streaming(**ours), lambda: DiLoCo(DiLoCoConfig(num_inner_steps=3, outer_momentum=0.6)))
+    )
+    assert torch.equal(one.params, other.params)
+    assert one.round_losses == other.round_losses
+
+
+def test_layers_are_strided_and_the_rest_fills_up_the_smallest() -> None:
+    shapes = [("wte", [50]), ("wpe", [5]), *((f"h.{i}.w", [10]) for i in range(4)), ("ln_f", [2])]
+    assert fragments(Layout.of(shapes), 2) == ((0, 2, 4), (1, 3, 5, 6))
+    assert fragments(Layout.of(shapes), 1) == ((),)
+
+
+def test_more_fragments_than_layers_are_refused() -> None:
+    layout = Layout.of([("h.0.w", [4]), ("h.1.w", [4])])
+    with pytest.raises(RecipeError, match="num_fragments is 3 and this model has layers for 2"):
+        fragments(layout, 3)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_inner_steps": 7, "num_fragments": 2}, {"num_inner_steps": 8, "overlap_steps": 8}]
+)
+def test_settings_that_do_not_fit_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="must be"):
+        StreamingDiLoCoConfig.model_validate(wrong)
+
+
+def test_workers_train_on_while_a_fragment_travels() -> None:
+    """Segments of 4 steps of 0.1 s, on links on which a fragment takes almost as long up and down."""
+
+    def seconds(overlap: int) -> float:
+        got = checks.run(
+            Problem(num_rounds=8, validate=False),
+            lambda: streaming(num_inner_steps=8, num_fragments=2, overlap_steps=overlap),
+            num_workers=2,
+            costs=lambda _: lambda lease: lease.num_sequences / 40.0,
+        )
+        rounds = [at for at, text in got.trace if text.startswith("round ")]
+        return (rounds[-1] - rounds[0]) / 7
+
+    assert seconds(0) > 1.5 * 0.4
+    assert seconds(4) < 1.05 * 0.4
+
+
+def test_who_dies_for_good_and_who_joins_late_take_no_round_down() -> None:
+    async def disturb(world: World) -> None:
+        await world.clock.sleep(8.0)
+        await world.crash("w3")
+        await world.clock.sleep(14.0)
+        world.add("w4", cost_s=checks.cost_s)
+
+    got = checks.run(
+        Problem(num_rounds=12, validate=False),
+        lambda: streaming(num_inner_steps=6, num_fragments=2, overlap_steps=4),
+        num_workers=3,
+        min_workers=2,
+        disturb=disturb,
+    )
+    told = [text for _, text in got.trace]
+    workers = [text.split("  ")[2] for text in told if text.startswith("round ") and "  loss " in text]
+    assert not any("discarded" in text for text in told)
+    assert got.state.round == 12
+    assert "w1, w2" in workers
+    assert workers[-1] == "w1, w2, w4"
+
+
+def test_eager_workers_take_up_what_they_expect() -> None:
+    settings = {"num_inner_steps": 6, "num_fragments": 2, "overlap_steps": 2, "mixing": 0.5}
+    plain, eager = (
+        checks.run(Problem(num_rounds=8), lambda e=e: streaming(eager=e, **settings), num_workers=2)
+        for e in (False, True)
+    )
+    assert not torch.equal(plain.params, eager.params)
+    assert eager.losses[8] < 0.97 * eager.losses[0]
