@@ -72,7 +72,7 @@ def play(
 
 
 def test_updates_count_as_they_come(tmp_path: Path) -> None:
-    _, world, accepted = play(tmp_path, seconds=[1.0, 2.5], num_rounds=7)
+    _, world, accepted = play(tmp_path, seconds=[1.0, 2.4], num_rounds=7)
     assert accepted == [["w1"], ["w1"], ["w2"], ["w1"], ["w1"], ["w2"], ["w1"]]
     assert world.trace[-1][0] - world.trace[0][0] < 22.0  # 5 updates of w1 take 20 s: nobody waits
 
