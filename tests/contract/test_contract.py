@@ -13,6 +13,7 @@ from torch import Tensor
 from potluck.contract import checks
 from potluck.optim.inner import InnerConfig
 from potluck.simulator.exact.problem import Problem
+from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig
@@ -36,8 +37,15 @@ class Case:
 pytestmark = pytest.mark.timeout(180)  # over gRPC whole runs take real time, more of it on a busy machine
 
 diloco_settings = {"num_inner_steps": 5, "outer_lr": 0.7, "outer_momentum": 0.6}
+async_settings = {"num_inner_steps": 5, "outer_lr": 0.7, "outer_momentum": 0.6}
 streaming_settings = {"num_inner_steps": 6, "overlap_steps": 4, "mixing": 0.5, "outer_lr": 0.7, "outer_momentum": 0.6}
+senders = ["async_diloco", "diloco", "streaming_diloco", "sync_sgd"]  # whose workers send updates
 cases = {
+    "async_diloco": Case(
+        make=lambda: AsyncDiLoCo(AsyncDiLoCoConfig(quorum=1.0, **async_settings)),  # pyright: ignore[reportArgumentType]
+        reference=lambda problem: references.diloco(problem, **async_settings),  # pyright: ignore[reportArgumentType]
+        num_rounds=4,
+    ),
     "diloco": Case(
         make=lambda: DiLoCo(DiLoCoConfig(**diloco_settings)),  # pyright: ignore[reportArgumentType]
         reference=lambda problem: references.diloco(problem, **diloco_settings),  # pyright: ignore[reportArgumentType]
@@ -90,7 +98,7 @@ def test_stop_and_resume_changes_nothing(case: Case, sockets: bool) -> None:
 
 
 @pytest.mark.parametrize(("up", "down"), [("int4+ef", "int8-delta"), ("topk(25%)+2bit+ef(0.95)", "bf16")])
-@pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "sync_sgd"])  # whose workers send updates
+@pytest.mark.parametrize("name", senders)
 def test_error_feedback_and_deltas_go_on_exactly_after_a_restart(name: str, up: str, down: str, sockets: bool) -> None:
     case = cases[name]
     checks.resumes_exactly(case.problem(up_codec=up, down_codec=down), case.make, sockets=sockets)
@@ -101,10 +109,27 @@ def test_the_same_seed_gives_the_same_trace(case: Case, sockets: bool) -> None:
 
 
 @pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("int8", "bf16")])
-@pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "sync_sgd"])
+@pytest.mark.parametrize("name", senders)
 def test_it_moves_what_it_says(name: str, codecs: tuple[str, str], sockets: bool) -> None:
     case, (up, down) = cases[name], codecs
     checks.moves_what_it_says(case.problem(up_codec=up, down_codec=down), case.make, sockets=sockets)
+
+
+def test_updates_as_they_come_keep_the_contract_too(sockets: bool, tmp_path: Path) -> None:
+    """Without a quorum what counts when depends on the clock: one worker is exact, several converge."""
+    case = cases["async_diloco"]
+
+    def make() -> Strategy:
+        return AsyncDiLoCo(AsyncDiLoCoConfig.model_validate(async_settings))
+
+    problem = case.problem()
+    problem.store_shards(tmp_path)
+    checks.equals_reference(problem, make, case.reference, sockets=sockets)
+    checks.resumes_exactly(case.problem(), make, num_workers=1, sockets=sockets)
+    checks.moves_what_it_says(case.problem(), make, num_workers=1, sockets=sockets)
+    eager = case.problem(inner=InnerConfig(lr=1e-2, batch_size=8, warmup=0.1))
+    eager.num_rounds = 24
+    checks.survives_losses(eager, make, sockets=sockets)
 
 
 def test_sub_gemm_moves_no_objects_of_the_models_size() -> None:

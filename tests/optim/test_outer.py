@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from potluck.optim.outer import adamw, axpy, decay_mask, nesterov, sgd
+from potluck.optim.outer import adamw, axpy, decay_mask, delayed_nesterov, nesterov, sgd
 from potluck.types.params import Layout
 
 layout = Layout.of([("w", (11, 13)), ("b", (11,)), ("s", ()), ("v", (3, 5, 7)), ("n", (9,))])
@@ -114,3 +114,38 @@ def test_decay_is_for_matrices_only() -> None:
     assert torch.equal(decay_mask(layout, 0, layout.numel), expected)
     for offset, numel in [(0, 1), (100, 100), (143, 12), (150, 110), (layout.numel, 0)]:
         assert torch.equal(decay_mask(layout, offset, numel), expected[offset : offset + numel])
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (4,), (3, 1), (2, 2)])
+def test_a_cycle_of_delayed_nesterov_is_a_step_of_pytorch_sgd_with_the_mean(
+    sizes: tuple[int, ...], spread: float
+) -> None:
+    """In whatever parts the four updates of a cycle come. Of the momentum the steps within a cycle take what is old."""
+    num_updates, cycles = sum(sizes), 3
+    reference = parameters()
+    optimizer = torch.optim.SGD(reference, lr=0.7, momentum=0.6, nesterov=True)
+    theta, momentum, at_end = vector(0), torch.zeros(layout.numel), vector(0)
+    for cycle in range(cycles):
+        updates = [vector(100 * cycle + i) for i in range(num_updates)]
+        mean = torch.stack(updates).mean(dim=0)
+        give(reference, mean)
+        optimizer.step()
+        before = momentum
+        gathered, done = torch.zeros(layout.numel), 0
+        for size in sizes:
+            part = torch.stack(updates[done : done + size]).mean(dim=0)
+            is_last = done + size == num_updates
+            share = spread * size / num_updates if not is_last else 1 - spread * done / num_updates
+            theta, changed = sliced(
+                delayed_nesterov, theta, gathered, momentum, part, size=50, lr=0.7, momentum_coefficient=0.6,
+                momentum_share=share, ends_cycle=is_last, scale=size / num_updates,
+            )  # fmt: skip
+            gathered, momentum = (gathered, changed) if is_last else (changed, momentum)
+            done += size
+        taken_early = spread * (num_updates - sizes[-1]) / num_updates
+        at_end -= 0.7 * (mean + 0.6 * (taken_early * before + (1 - taken_early) * momentum))
+        torch.testing.assert_close(theta, at_end, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(momentum, 0.6 * before + mean, rtol=1e-5, atol=1e-5)
+    if spread == 0.0 or len(sizes) == 1:
+        torch.testing.assert_close(theta, flat(reference), rtol=1e-5, atol=1e-5)

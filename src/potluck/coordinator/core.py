@@ -24,7 +24,7 @@ from potluck.coordinator.plan import Plan
 from potluck.coordinator.uploads import Uploads
 from potluck.fleet.head import HEAD
 from potluck.fleet.intake import Intake
-from potluck.fleet.leases import AHEAD
+from potluck.fleet.leases import AHEAD, FLOATING
 from potluck.fleet.live import LiveFleet
 from potluck.fleet.roster import Roster
 from potluck.storage.database import Database
@@ -210,8 +210,12 @@ class Coordinator:
 
     async def _discard(self, state: State, reason: str, operation: Operation | None = None) -> None:
         async with self.whole:
+            beyond = [AHEAD]
+            if operation is not None:  # the run goes back: what is under way came of the state that is no good
+                self.fleet.arrivals.drop()
+                beyond.append(FLOATING)
             deal = self.fleet.settle_data(committed=False)
-            discard = partial(self.ledger.discard, ahead=AHEAD)
+            discard = partial(self.ledger.discard, beyond=beyond)
             await self.lanes.ledger.run(discard, state.round, self._attempt, reason, deal, operation)
             self.fleet.end(committed=False)
 
@@ -274,7 +278,7 @@ class Coordinator:
         deal = self.fleet.settle_data(committed=True)
         row = CommitRow(
             round=state.round, attempt=self._attempt, state=proposed.to_json(), deal=deal, accepted=accepted,
-            metrics={**reported, "loss": figures.loss, "step_norm": figures.step_norm}, over=self.fleet.ahead.over(),
+            metrics={**reported, "loss": figures.loss, "step_norm": figures.step_norm}, over=self.fleet.over(),
         )  # fmt: skip
         await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())
         self.fleet.end(committed=True)

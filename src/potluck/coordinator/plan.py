@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,4 +67,4 @@ class Plan:
     up_rules: tuple[CodecRule, ...] = ()
     down_rules: tuple[CodecRule, ...] = ()
     compression: CompressionConfig = field(default_factory=CompressionConfig)
-    open_objects: tuple[Digest, ...] = ()  # what any member may fetch: the tokenizer
+    open_objects: Collection[Digest] = ()  # what any member may fetch: the tokenizer

@@ -210,7 +210,7 @@ class CoordinatorService:
         return pb.Desired(
             sequence=sequence,
             leases=[x.told for x in leases],
-            adopted_version=run.fleet.versions.get(member.id, ""),
+            adopted_version=run.fleet.adopted_version(member.id),
             held_versions=run.fleet.held_versions(member.id),
             verdicts=list(member.verdicts.values()),
             phase=member.quarantined or run.fleet.phase,

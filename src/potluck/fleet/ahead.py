@@ -14,7 +14,7 @@ from potluck.fleet.attempt import Attempt
 from potluck.fleet.leases import AHEAD
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow
-from potluck.types.ids import Digest, WorkerId
+from potluck.types.ids import WorkerId
 
 
 @dataclass
@@ -29,8 +29,6 @@ class Chain:
 class Ahead:
     attempt: Attempt = field(default_factory=lambda: Attempt(round=AHEAD))
     chains: dict[WorkerId, Chain] = field(default_factory=dict[WorkerId, Chain])
-    inputs: dict[str, list[Digest]] = field(default_factory=dict[str, list[Digest]])
-    """By name. Kept until the round that counts the work is committed: it can be done once more then, and compared."""
     _names: dict[str, dict[WorkerId, str]] = field(default_factory=dict[str, dict[WorkerId, str]])
 
     @staticmethod
@@ -92,7 +90,6 @@ class Ahead:
             for name in self._names.pop(key, {}).values():
                 self.attempt.leases.pop(name, None)
                 self.attempt.drop_reply(name)
-                self.inputs.pop(name, None)
         left = {worker for names in self._names.values() for worker in names}
         self.chains = {worker: chain for worker, chain in self.chains.items() if worker in left}
 
@@ -100,7 +97,6 @@ class Ahead:
         lease = pb.Lease.FromString(row.lease)
         key = row.key.partition("/")[0]
         self._names.setdefault(key, {})[WorkerId(row.worker)] = row.key
-        self.inputs[row.key] = [Digest(d) for d in lease.objects]
         return lease
 
 

@@ -45,6 +45,10 @@ class Attempt:
         """Pinned states that a worker's replies lead to."""
         return self._versions.get(worker, {}).values()
 
+    def last_version(self, worker: str) -> str:
+        """The one of these that came last, "" for none."""
+        return next(reversed(self._versions.get(worker, {}).values()), "")
+
     def settle(self, data: DataPlane, *, committed: bool) -> None:
         """What the replies that counted have trained is consumed; what else this attempt was dealt goes back."""
         for key, rows in self.leases.items():
@@ -57,6 +61,12 @@ class Attempt:
                     trained, left = parted(lease.spans, num_trained(lease, scalars) if counts else 0)
                     data.settle(trained, consumed=True)
                     data.settle(left, consumed=False)
+
+    def settle_replied(self, data: DataPlane) -> None:
+        """Give back what all replies have trained: none of them counts."""
+        for key in self.replies:
+            for row in self.leases.get(key, ()):
+                data.settle(pb.Lease.FromString(row.lease).spans, consumed=False)
 
     def steps_left(self) -> dict[str, int]:
         """By worker the steps that it was granted and did not take, of the replies that count."""

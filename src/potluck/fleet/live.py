@@ -18,6 +18,7 @@ from torch import Tensor
 
 from potluck.aggregation.report import Report
 from potluck.clock import Clock, Lanes
+from potluck.fleet.arrivals import Arrivals, Offer, Wanted, given_up
 from potluck.fleet.attempt import Attempt, read_attempt
 from potluck.fleet.claims import claims_of
 from potluck.fleet.config import FleetConfig
@@ -33,7 +34,7 @@ from potluck.fleet.reduction import Updates, check_reduction
 from potluck.fleet.roster import LeaseId, Roster
 from potluck.fleet.sessions import Sessions
 from potluck.fleet.spread import Spreader
-from potluck.fleet.waiting import a_little, until_here
+from potluck.fleet.waiting import until_here
 from potluck.fleet.watch import Watch, tick_s
 from potluck.protocol import pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
@@ -81,6 +82,7 @@ class LiveFleet:
         )  # fmt: skip
         self.floating = Attempt(round=FLOATING)
         self.ahead, self.sessions = Overlap(self, ledger, lanes.ledger), Sessions(self, ledger, lanes.ledger)
+        self.arrivals = Arrivals(self, clock, ledger, lanes.ledger)
         self.now = Attempt()
         self.operands: dict[LeaseId, tuple[Tensor, ...]] = {}  # inline tensors of open leases
         self._inline: dict[str, Mapping[str, Tensor]] = {}  # inline tensors of replies, by key
@@ -128,7 +130,8 @@ class LiveFleet:
         self.versions = await self._lanes.ledger.run(self.ledger.versions)
         for rows in self.floating.leases.values():
             if rows[-1].status == "open":
-                self.attach(rows[-1], attempt=0, expects=None).is_taken_over = True
+                lease = self.attach(rows[-1], attempt=0, expects=None)
+                lease.is_taken_over, lease.claimed = True, lease.message.kind == "session"
         await self.ahead.recover()
 
     async def recover_attempt(self, round: int, attempt: int) -> None:
@@ -147,6 +150,15 @@ class LiveFleet:
     def cut_short(self) -> dict[WorkerId, int]:
         """Steps that were granted and not taken, of those whose accepted work ended early."""
         return {WorkerId(worker): left for worker, left in self.now.steps_left().items() if left}
+
+    def adopted_version(self, worker: WorkerId) -> str:
+        """The pinned state that the worker's next task starts from: that of its last accepted work, where this is
+        beyond rounds or committed; "" for none."""
+        return self.floating.last_version(worker) or self.versions.get(worker, "")
+
+    def over(self) -> tuple[str, ...]:
+        """Keys of work beyond rounds that nobody asks for again once this attempt is committed."""
+        return (*given_up(self.floating), *self.ahead.over())
 
     def held_versions(self, worker: WorkerId) -> list[str]:
         """Pinned states that a worker must keep, since their round may still be committed."""
@@ -185,6 +197,8 @@ class LiveFleet:
     def end(self, *, committed: bool) -> None:
         """The attempt is over and written down: what is still open of it is not wanted any more."""
         if committed:
+            for key in given_up(self.floating):
+                self.floating.leases.pop(key, None)
             self.ahead.committed()
             for row in self.accepted():
                 key = row.key
@@ -413,34 +427,18 @@ class LiveFleet:
         for lease in await self.issue(self.now, fresh, expects=None):
             running.setdefault(lease.message.key, []).append(lease)
 
-    async def next(self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str) -> Reply:
-        name = f"next/{key}"
-        while True:
-            chosen = self.now.decisions.get(name)
-            if chosen is None:
-                free = [r for k, r in self.floating.replies.items() if k not in self.now.consumed and "@" not in k]
-                chosen = free[0].key if free else None
-                if chosen is not None:
-                    self.now.decisions[name] = chosen
-                    await self._lanes.ledger.run(self.ledger.decide, self.now.round, self.now.attempt, name, chosen)
-            if chosen is not None:
-                row = self.floating.replies[chosen]
-                self.now.consumed[row.key] = row
-                return self.reply_of(row)
-            await self._offer_to_idle(offer)
-            await a_little(self.roster)
+    async def next(self, offer: Offer, *, key: str) -> Reply:
+        (reply,) = await self.arrivals.take(Wanted(offer=offer), f"next/{key}")
+        return reply
 
-    async def _offer_to_idle(self, offer: Callable[[WorkerInfo], BoundTask | None]) -> None:
-        fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
-        stem = f"#{self.now.round}.{self.now.attempt}."
-        num_before = sum(stem in key for key in self.floating.leases)
-        for worker in self.roster.here(self._clock.now()):
-            bound = None if self.book.of(worker.id) else offer(worker)
-            if bound is not None:
-                # Never a key again that a commit has freed: a late report of the old result would answer the new task.
-                fresh.append((worker.id, bound, f"{worker.id}{stem}{num_before + len(fresh)}", 0))
-        await self.publish(bound for _, bound, _, _ in fresh)
-        await self.issue(self.floating, fresh, expects=None)
+    async def gather(
+        self, offer: Offer, *, key: str, min_replies: int, expects: Reduction, grace: float | None = None
+    ) -> tuple[Reply, ...]:
+        wanted = Wanted(offer=offer, min_replies=min_replies, grace=grace, expects=expects)
+        return await self.arrivals.take(wanted, f"gather/{key}")
+
+    async def reduce(self, replies: Sequence[Reply], reduction: Reduction) -> Params:
+        return await self.reduced([self.now.consumed[key] for key in sorted(r.key for r in replies)], reduction)
 
     # The head
 
@@ -530,7 +528,7 @@ class LiveFleet:
         rows: list[LeaseRow] = []
         arguments, encoded, value, deltas = None, EncodedArguments(value={}, objects=(), inline=()), "", []
         may_end_early = self.config.balance == "time" and holder is self.now
-        starts = {**self.versions, **(bases or {})}
+        starts = bases or {}
         keeps = self.publisher.bases() if holder is self.ahead.work.attempt else []
         units = {worker: float(bound.num_sequences or 1) for worker, bound, _, _ in work}
         specs = await self.encoding.specs(work[0][1].task, units) if expects else {}
@@ -552,7 +550,7 @@ class LiveFleet:
                 arguments_json=value,
                 objects=list(dict.fromkeys([*encoded.objects, *self.data.objects(spans)])),
                 spans=spans,
-                base_version=starts.get(worker, "") if pinned else "",
+                base_version=starts.get(worker, self.adopted_version(worker)) if pinned else "",
                 next_version=f"r{holder.round}-a{attempt}-{key.replace('/', '.')}" if pinned else "",
                 num_inline=len(encoded.inline),
                 up_codec=specs.get(worker, self._run.up_codec),

@@ -151,9 +151,8 @@ class Overlap:
         self.work.collected(self._keys)
 
     def objects(self) -> set[Digest]:
-        """Inputs and results of all that no committed round has taken out."""
-        inputs = {digest for digests in self.work.inputs.values() for digest in digests}
-        return inputs | {Digest(row.object) for row in self.work.attempt.replies.values() if row.object}
+        """Results of all that no committed round has taken out."""
+        return {Digest(row.object) for row in self.work.attempt.replies.values() if row.object}
 
 
 def _unsent(name: str, bound: BoundTask) -> bytes:

@@ -14,7 +14,7 @@ from potluck.storage.params import ParamStore
 from potluck.strategies.fleet import Reduction
 from potluck.strategies.run import RunFacts
 from potluck.types.errors import RecipeError
-from potluck.types.ids import Digest, WorkerId
+from potluck.types.ids import Digest
 
 
 class Updates:
@@ -48,8 +48,7 @@ def reduce_replies(
 ) -> Combined:
     """The reduction of the replies, whose updates are at `paths`, as the vector `name`. Blocks."""
     weights = [
-        (float(row.scalars[reduction.weight]) if reduction.weight else 1.0)
-        * reduction.factors.get(WorkerId(row.worker), 1.0)
+        (float(row.scalars[reduction.weight]) if reduction.weight else 1.0) * reduction.factor(row.worker, row.key)
         for row in rows
     ]
     updates, layout = list(zip(paths, weights, strict=True)), run.layout.part(reduction.part)

@@ -50,10 +50,13 @@ async def until_here(roster: Roster, clock: Clock, num_workers: int, told: Calla
             await a_little(roster)  # each of a thousand who come is no reason to look at all of them
 
 
-async def a_little(roster: Roster) -> None:
-    """Until something about the members changes, or a tick has passed."""
+async def a_little(roster: Roster, *, until: float | None = None, clock: Clock | None = None) -> None:
+    """Until something about the members changes, or a tick has passed, or it is `until` by that clock."""
+    longest_s = tick_s
+    if until is not None and clock is not None:
+        longest_s = min(max(until - clock.now(), 0.0), tick_s)
     try:
-        async with asyncio.timeout(tick_s):  # not wait_for, which before Python 3.12 may swallow a cancellation
+        async with asyncio.timeout(longest_s):  # not wait_for, which before Python 3.12 may swallow a cancellation
             await roster.change()
     except TimeoutError:
         return

@@ -37,6 +37,34 @@ def nesterov(
     return theta.add_(delta.add_(momentum, alpha=momentum_coefficient), alpha=-lr), momentum
 
 
+def delayed_nesterov(
+    theta: Tensor,
+    gathered: Tensor,
+    momentum: Tensor,
+    delta: Tensor,
+    *,
+    lr: float,
+    momentum_coefficient: float,
+    momentum_share: float,
+    ends_cycle: bool,
+    scale: float,
+    layout: Layout,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    """Nesterov's momentum, moved once in a cycle of steps whose sum it takes up.
+
+    b <- b + d, d = scale * delta; where a cycle ends m <- mu m + b and b <- 0; theta <- theta - lr (d + share mu m).
+    Gives theta, and b or, where a cycle ends, m: b is zeros then. A cycle of one step with share 1 is `nesterov`.
+    """
+    delta.mul_(scale)
+    gathered.add_(delta)
+    if ends_cycle:
+        momentum.mul_(momentum_coefficient).add_(gathered)
+    if momentum_share:
+        delta.add_(momentum, alpha=momentum_share * momentum_coefficient)
+    return theta.add_(delta, alpha=-lr), momentum if ends_cycle else gathered
+
+
 def sgd(
     theta: Tensor,
     gradient: Tensor,

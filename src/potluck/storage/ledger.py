@@ -122,12 +122,13 @@ class Ledger:
         return attempt
 
     def discard(
-        self, round: int, attempt: int, reason: str, deal: Any, operation: Operation | None = None, *, ahead: int
-    ) -> None:
-        """The round `ahead` holds what was begun early: it is dropped too."""
+        self, round: int, attempt: int, reason: str, deal: Any, operation: Operation | None = None, *,
+        beyond: Sequence[int],
+    ) -> None:  # fmt: skip
+        """What is kept under the rounds `beyond` is dropped too."""
         with self._db.transaction():
             for table in ("leases", "replies"):
-                self._db.execute(f"DELETE FROM {table} WHERE round = ?", (ahead,))
+                self._db.execute_many(f"DELETE FROM {table} WHERE round = ?", [(place,) for place in beyond])
             if operation is not None:
                 self.record(operation)
             self._db.execute(

@@ -1,9 +1,9 @@
 """How a strategy sees the machines: the `Fleet` protocol.
 
 Three verbs cover every method: `call` (one task for each named worker, a minimum of replies), `next` (whoever is
-idle, first reply) and `map` (a bag of pure tasks, re-issued until all are done); `enqueue` and `collect` are the two
-halves of a `call` for rounds that overlap; `open`, `send` and `receive` drive sessions.
-Every verb takes an explicit `key`, unique within the round: after a restart the round is run again from its
+idle, first reply; `gather` takes the first few) and `map` (a bag of pure tasks, re-issued until all are done);
+`enqueue` and `collect` are the two halves of a `call` for rounds that overlap; `open`, `send` and `receive` drive
+sessions. Every verb takes an explicit `key`, unique within the round: after a restart the round is run again from its
 top, and a verb whose key was answered before returns the logged replies in the logged order.
 """
 
@@ -48,6 +48,7 @@ class Reply:
     scalars: Mapping[str, Any]
     object: str = ""  # digest of the spooled bundle, "" for none
     inline: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    round: int = 0  # of `next` and `gather`: rounds that were committed when its work was handed out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,23 +58,27 @@ class Reduction:
     A mean is R(x, w): x_i is the tensor `name` of reply i and w_i its scalar `weight` (1 where that is empty).
     Otherwise x_i is itself a sum over w_i items, and the total over all items is (sum_i w_i) R(x_i / w_i, w): with the
     weighted mean that is sum_i x_i. `previous` is the aggregate before, where a rule that starts from one is to start.
-    `factors` multiply the w_i of a mean, by worker.
+    `factors` multiply the w_i of a mean, by worker, or by key where a worker may have replied more than once.
     """
 
     name: str
     weight: str = ""
     mean: bool = True
     previous: Params | None = None
-    factors: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])
+    factors: Mapping[str, float] = field(default_factory=dict[str, float])
     part: tuple[int, ...] = ()  # the tensors of the layout that the x_i hold, () for all
+
+    def factor(self, worker: str, key: str) -> float:
+        return self.factors.get(key, self.factors.get(worker, 1.0))
 
 
 def weighted_mean(
-    name: str, *, by: str, previous: Params | None = None, factors: Mapping[WorkerId, float] | None = None,
-    part: Sequence[int] = (),
+    name: str, *, by: str, previous: Params | None = None,
+    factors: Mapping[WorkerId, float] | Mapping[str, float] | None = None, part: Sequence[int] = (),
 ) -> Reduction:  # fmt: skip
     """sum_i w_i x_i / sum_i w_i, w_i the scalar `by` of reply i, times the factor of its worker where it has one."""
-    return Reduction(name=name, weight=by, mean=True, previous=previous, factors=factors or {}, part=tuple(part))
+    own = dict((factors or {}).items())
+    return Reduction(name=name, weight=by, mean=True, previous=previous, factors=own, part=tuple(part))
 
 
 def total(name: str, *, over: str = "") -> Reduction:
@@ -202,6 +207,28 @@ class Fleet(Protocol):
 
     async def next(self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str) -> Reply:
         """Give every idle worker what `offer` says; the first valid reply not yet consumed in this round."""
+        ...
+
+    async def gather(
+        self,
+        offer: Callable[[WorkerInfo], BoundTask | None],
+        *,
+        key: str,
+        min_replies: int,
+        expects: Reduction,
+        grace: float | None = None,
+    ) -> tuple[Reply, ...]:
+        """Give every idle worker what `offer` says, until so many valid replies are here that no commit has used.
+
+        Without `grace` the first `min_replies` of them, in the order in which they came; workers are never idle.
+        With it at most one of each worker, who then waits for the next round; once `min_replies` are here the others
+        are waited for `grace` times as long again as those took, and all that are here then count. Fewer where nobody
+        else is at work. What comes later is for the next round. Replies are checked so that `expects` can be made.
+        """
+        ...
+
+    async def reduce(self, replies: Sequence[Reply], reduction: Reduction) -> Params:
+        """One vector of replies that this round gathered. RoundFailed if they are too few for the run's rule."""
         ...
 
     async def map(self, tasks: Sequence[BoundTask], *, key: str) -> tuple[Reply, ...]:

@@ -18,6 +18,7 @@ from potluck.types.errors import RecipeError
 STRATEGY_PARTS = ("Config", "State", "init", "run_round", "estimate")
 """What a class must have to be taken for a strategy."""
 shipped = {
+    "async_diloco": "potluck.strategies.async_diloco:AsyncDiLoCo",
     "diloco": "potluck.strategies.diloco:DiLoCo",
     "streaming_diloco": "potluck.strategies.streaming_diloco:StreamingDiLoCo",
     "sub_gemm": "potluck.strategies.sub_gemm.strategy:SubGEMM",

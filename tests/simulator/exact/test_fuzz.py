@@ -62,3 +62,11 @@ def test_no_product_is_wrong_whatever_happens_to_devices(first: int) -> None:
     verdicts = [play_seed(seed, only=("sub_gemm",)) for seed in range(first, first + 8)]
     assert [(v.seed, v.detail) for v in verdicts if not v.is_good] == []
     assert sum(v.outcome == "finished" for v in verdicts) >= 7
+
+
+@pytest.mark.parametrize("first", range(0, 24, 8))
+def test_every_update_without_a_barrier_counts_once(first: int) -> None:
+    """Asynchronous DiLoCo in all its ways: an accepted update waits for its commit through every crash."""
+    verdicts = [play_seed(seed, only=("async_diloco",)) for seed in range(first, first + 8)]
+    assert [(v.seed, v.detail) for v in verdicts if not v.is_good] == []
+    assert sum(v.outcome == "finished" for v in verdicts) >= 7

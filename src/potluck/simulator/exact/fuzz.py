@@ -39,6 +39,7 @@ from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.reference import Reference
 from potluck.simulator.exact.world import World
 from potluck.storage.ledger import ReplyRow
+from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig
@@ -145,6 +146,8 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
         min_reply_fraction=chance.choice((0.5, 0.5, 1.0)),
     )
     case = replace(case, faults=(*case.faults, *aim(chance, case.workers, kinds=kinds)))
+    if case.strategy == "async_diloco":
+        return replace(case, num_rounds=3 * case.num_rounds)  # a round takes as little as one update
     if case.strategy == "streaming_diloco":  # rounds overlap: it takes some until all that can be under way is
         case = _with_lost_work(case, chance, kinds) if chance.random() < 0.5 else case
         return replace(case, num_rounds=case.num_rounds + 3)
@@ -153,6 +156,23 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
     if case.balance == "none":
         return _with_lost_work(case, chance, kinds) if chance.random() < 0.5 else case
     return _with_late_work(case, chance, kinds)
+
+
+def asynchronous(case: Case) -> AsyncDiLoCoConfig:
+    """One of the ways to count updates; how long a cycle is does not depend on who is here."""
+    chance = random.Random(f"asynchronous/{case.seed}")
+    quorum = chance.choice((0.0, 0.0, 0.5, 1.0))
+    return AsyncDiLoCoConfig(
+        num_inner_steps=case.num_inner_steps,
+        outer_momentum=0.6,
+        momentum_every=chance.choice((1, 2, 3, 4)),
+        momentum_spread=chance.choice((0.0, 0.0, 0.5, 1.0)),
+        updates_per_commit=chance.choice((1, 1, 2, 3)),
+        staleness=chance.choice(("none", "polynomial", "hinge")),
+        staleness_free=1,
+        quorum=quorum,
+        grace=chance.choice((0.0, 0.5, 2.0)),
+    )
 
 
 def _with_lost_work(case: Case, chance: random.Random, kinds: Sequence[Kind]) -> Case:
@@ -302,9 +322,10 @@ class _Play:
     async def _run(self, folder: Path) -> Verdict:
         own_tasks(asyncio.get_running_loop())
         case, problem = self.case, self._problem()
-        plan = problem.plan(self._strategy())
+        strategy = self._strategy()
         alone = SubGEMM(SubGEMMConfig()) if case.strategy == "sub_gemm" else None
         self.witness = Witness(problem.num_shards * problem.sequences_per_shard, problem.seq_len, alone=alone)
+        plan = replace(problem.plan(strategy), open_objects=self.witness.kept)
         reference = Reference(plan.spec, folder / "reference")
         self.witness.redo = partial(self._redo, reference)
         self.witness.adopted = reference.adopt
@@ -355,6 +376,8 @@ class _Play:
     def _strategy(self) -> Strategy:
         if self.case.strategy == "sync_sgd":
             return SyncSGD(SyncSGDConfig(min_reply_fraction=self.case.min_reply_fraction))
+        if self.case.strategy == "async_diloco":
+            return AsyncDiLoCo(asynchronous(self.case))
         if self.case.strategy == "streaming_diloco":
             return StreamingDiLoCo(_streaming(self.case))
         if self.case.strategy == "sub_gemm":

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from potluck.codecs.bundle import Bundle
 from potluck.coordinator.core import Coordinator
+from potluck.fleet.arrivals import handed_out_in
 from potluck.fleet.head import HEAD, read_spans
-from potluck.fleet.leases import AHEAD
+from potluck.fleet.leases import AHEAD, FLOATING
 from potluck.fleet.paces import COHORT, cohort, facts
 from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb
@@ -67,6 +68,7 @@ class Witness:
         self.counted: list[dict[str, Counted]] = []  # by round: what counted, and the data it was made of
         self.num_cut_short = 0  # tasks that ended before all they were granted was trained
         self.num_commits = 0
+        self.kept: set[Digest] = set()  # that work beyond rounds was given, and `redo` will need
         self._most_workers = 0  # that were ever here at once
         self._versions: dict[str, str] = {}  # the state that each worker should hold
         self._given_up: list[tuple[Coordinator, float, int, int, str]] = []  # run, when, round, attempt, worker
@@ -121,7 +123,7 @@ class Witness:
         self._given_up = [x for x in self._given_up if x[0] is run and now - x[1] <= logging_s]
         held = {(x.message.round, x.attempt, x.message.key, x.issue) for x in run.fleet.book.open.values()}
         for _, _, round, attempt, worker in due:
-            for place in ((round, attempt), (AHEAD, 0)):
+            for place in ((round, attempt), (AHEAD, 0), (FLOATING, 0)):
                 for row in run.ledger.leases(*place):
                     is_open = row.worker == worker and row.status == "open"
                     if is_open and (*place, row.key, row.issue) not in held:
@@ -148,6 +150,8 @@ class Witness:
             if lease.message.kind != "pure" and name in seen:
                 raise Violated(f"{lease.message.key} is held under {seen[name]} and under {lease.id}")
             seen[name] = lease.id
+        self.kept.clear()
+        self.kept.update(Digest(d) for lease in _beyond_rounds(run) for d in lease.objects)
 
     # One commit
 
@@ -169,7 +173,6 @@ class Witness:
             raise Violated(f"who takes part in round {round} is not written down")
         self._check_data(run, round, attempt, rows)
         proposed = run.strategy.State.from_json(state)
-        self._versions |= {row.worker: row.version for row in rows.values() if row.version}
         self.adopted(self._versions)
         tokens = sum(int(row.scalars["num_tokens"]) for row in rows.values())
         if proposed.tokens != self._state.tokens + tokens:
@@ -184,7 +187,6 @@ class Witness:
     def _check_data(self, run: Coordinator, round: int, attempt: int, rows: Mapping[str, ReplyRow]) -> None:
         trained: set[Position] = set()
         counted: dict[str, Counted] = {}
-        held = dict(self._versions)  # one task of a worker may follow another
         before: set[Position] = set().union(*self._trained)
         for lease in run.ledger.leases(round, attempt):
             row = rows.get(lease.key)
@@ -209,21 +211,22 @@ class Witness:
             trained.update(own)
             counted[lease.key] = (len(granted), tuple(own))
             if message.kind == "pinned":
-                self._check_pinned(run, message, row, held.get(row.worker, ""))
-                held[row.worker] = row.version
+                self._check_pinned(run, message, row)
         if sum(int(row.scalars["num_tokens"]) for row in rows.values()) != len(trained) * self._seq_len:
             raise Violated(f"round {round} counts tokens without data")
         self._trained.append(trained)
         self.counted.append(counted)
 
-    def _check_pinned(self, run: Coordinator, lease: pb.Lease, row: ReplyRow, held: str) -> None:
-        """It began at the state its worker holds, and is what the task makes of it."""
+    def _check_pinned(self, run: Coordinator, lease: pb.Lease, row: ReplyRow) -> None:
+        """It began at the state its worker holds, and is what the task makes of it; another one may follow it."""
+        held = self._versions.get(row.worker, "")
         if lease.base_version != held:
             raise Violated(
                 f"{lease.key} of round {lease.round} begins at {lease.base_version or 'nothing'} and its worker holds "
                 f"{held or 'nothing'}"
             )
         self.redo(run, lease, row)
+        self._versions[row.worker] = row.version
 
     def _recompute(self, run: Coordinator, attempt: int, rows: Mapping[str, ReplyRow], proposed: State) -> None:
         assert self._state is not None
@@ -231,9 +234,9 @@ class Witness:
             return  # robust rules have references of their own in tests/aggregation
         decided = run.ledger.decisions(self._state.round, attempt)
         place = (self._state.round, attempt)
-        fleet = PlainFleet(
-            run, place, decided, rows, {h: self._values[n] for n, h in self._state.named_handles().items()}
-        )
+        values = {h: self._values[n] for n, h in self._state.named_handles().items()}
+        values.setdefault(run.facts.zeros, torch.zeros(run.facts.layout.numel))
+        fleet = PlainFleet(run, place, decided, rows, values)
         expected = plainly((self._alone or run.strategy).run_round(self._state, fleet))
         names = expected.named_handles()
         for name, handle in proposed.named_handles().items():
@@ -285,12 +288,8 @@ class Witness:
                 raise Violated(f"{lease.message.key} is in the hands of {lease.worker} and its round is over")
         deal = run.ledger.deal()
         handed_out = sum(b - a for epoch in deal["epochs"] for _, a, b in epoch[4]) if deal else 0
-        beyond = [
-            pb.Lease.FromString(rows[-1].lease) for name, rows in run.fleet.ahead.work.attempt.leases.items()
-            if name in run.fleet.ahead.work.attempt.replies
-        ]  # fmt: skip
-        in_hands = [lease.message for lease in run.fleet.book.open.values()]
-        held = sum(s.stop - s.start for lease in (*in_hands, *beyond) for s in lease.spans)
+        in_hands = [lease.message for lease in run.fleet.book.open.values() if lease.message.round < AHEAD]
+        held = sum(s.stop - s.start for lease in (*in_hands, *_beyond_rounds(run)) for s in lease.spans)
         if handed_out > held:
             raise Violated(f"{handed_out} sequences are handed out and {held} are in somebody's hands")
 
@@ -303,6 +302,12 @@ class Witness:
         files = sum(1 for path in run.params.root.iterdir() if path.is_file())
         if files > 64:
             raise Violated(f"{files} files are kept in {run.params.root}")
+
+
+def _beyond_rounds(run: Coordinator) -> list[pb.Lease]:
+    """Work that was handed out beyond rounds: open, or done and not yet used by a commit."""
+    given = [*run.fleet.floating.leases.values(), *run.fleet.ahead.work.attempt.leases.values()]
+    return [pb.Lease.FromString(rows[-1].lease) for rows in given if rows[-1].status != "lost"]
 
 
 class PlainFleet:
@@ -338,6 +343,18 @@ class PlainFleet:
         replies = tuple(Reply(worker=WorkerId(r.worker), key=r.key, scalars=r.scalars, object=r.object) for r in rows)
         return Replies(replies=replies, value=self._reduced(rows, reduce) if reduce else None)
 
+    async def gather(
+        self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str, min_replies: int, expects: Reduction,
+        grace: float | None = None,
+    ) -> tuple[Reply, ...]:  # fmt: skip
+        rows = [self._rows[name] for name in self._decided[f"gather/{key}"]]
+        return tuple(
+            Reply(worker=WorkerId(r.worker), key=r.key, scalars=r.scalars, round=handed_out_in(r.key)) for r in rows
+        )
+
+    async def reduce(self, replies: Sequence[Reply], reduction: Reduction) -> Params:
+        return self._reduced([self._rows[reply.key] for reply in replies], reduction)
+
     async def enqueue(
         self, tasks: Mapping[WorkerId, BoundTask], *, key: str, reduce: Reduction | None = None,
         afresh: Collection[WorkerId] = (),
@@ -359,7 +376,7 @@ class PlainFleet:
         total, weights = torch.zeros(layout.numel, dtype=torch.float64), 0.0
         for row in rows:
             weight = float(row.scalars[reduction.weight]) if reduction.weight and reduction.mean else 1.0
-            weight *= reduction.factors.get(WorkerId(row.worker), 1.0)
+            weight *= reduction.factor(row.worker, row.key)
             with Bundle.open(self._coordinator.objects.path(Digest(row.object))) as bundle:
                 total += weight * bundle.flat_slice(reduction.name, layout, 0, layout.numel).double()
             weights += weight

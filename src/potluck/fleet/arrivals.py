@@ -1,0 +1,158 @@
+"""Work without a barrier: whoever is idle is given some, and replies count in the order in which they come.
+
+Such work belongs to no round and outlives them. Each task of a worker goes on from the state that its last accepted one
+left, whether that is committed yet or not: an accepted reply stays accepted until a round that commits has used it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from potluck.clock import Clock
+from potluck.fleet.attempt import Attempt
+from potluck.fleet.leases import FLOATING, OpenLease
+from potluck.fleet.paces import cohort
+from potluck.fleet.reduction import check_reduction
+from potluck.fleet.waiting import a_little
+from potluck.protocol import pb
+from potluck.storage.ledger import Ledger, ReplyRow
+from potluck.strategies.fleet import Reduction, Reply, WorkerInfo
+from potluck.strategies.task import BoundTask
+from potluck.types.ids import WorkerId
+
+if TYPE_CHECKING:
+    from potluck.clock import Executor
+    from potluck.fleet.live import LiveFleet
+
+Offer = Callable[[WorkerInfo], BoundTask | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which replies a verb takes; the fields are the arguments of `Fleet.gather`."""
+
+    offer: Offer
+    min_replies: int = 1
+    grace: float | None = None
+    expects: Reduction | None = None
+
+
+class Arrivals:
+    """Of one fleet, whose ledger is written to in a lane of its own."""
+
+    def __init__(self, fleet: LiveFleet, clock: Clock, ledger: Ledger, lane: Executor) -> None:
+        self._fleet, self._clock, self._ledger, self._lane = fleet, clock, ledger, lane
+
+    async def take(self, wanted: Wanted, name: str) -> tuple[Reply, ...]:
+        """The replies for the verb of that name, as was decided before if it was. They count with this attempt."""
+        fleet, now = self._fleet, self._fleet.now
+        if wanted.expects:
+            check_reduction(wanted.expects, fleet.run.aggregation)
+        if name not in now.decisions:
+            now.decisions[name] = chosen = await self._choose(wanted)
+            await self._lane.run(self._ledger.decide, now.round, now.attempt, name, chosen)
+        rows = [fleet.floating.replies[key] for key in now.decisions[name]]
+        now.consumed |= {row.key: row for row in rows}
+        return tuple(replace(fleet.reply_of(row), round=handed_out_in(row.key)) for row in rows)
+
+    def drop(self) -> None:
+        """The run goes back to the round before: no such work counts any more, and its data is dealt again."""
+        fleet = self._fleet
+        for lease in [x for x in fleet.book.open.values() if x.message.round == FLOATING]:
+            fleet.give_up(lease, "the run went back to the round before")
+        fleet.floating.settle_replied(fleet.data)
+        fleet.floating = Attempt(round=FLOATING)
+        fleet.now.consumed.clear()
+
+    async def _choose(self, wanted: Wanted) -> list[str]:
+        """The keys of the replies to take, once they are here."""
+        roster, now, floating = self._fleet.roster, self._fleet.now, self._fleet.floating
+        self._claim(wanted.expects)
+        ends_at: float | None = None
+        while True:
+            delivered = {row.worker for row in _free(now, floating)}
+            await self._offer(wanted, but=delivered)
+            free = _free(now, floating, one_each=wanted.grace is not None)
+            is_enough = len(free) >= wanted.min_replies
+            if wanted.grace is None and is_enough:
+                return [row.key for row in free[: wanted.min_replies]]
+            if wanted.grace is None:  # who has delivered goes on with the state as it is
+                await self._offer(wanted, but=())
+            elif free and not any(self._at_work()):
+                return [row.key for row in free]  # nobody else can come
+            elif is_enough:
+                if ends_at is None:
+                    ends_at = self._clock.now() + wanted.grace * self._typical_s(free)
+                if self._clock.now() >= ends_at:
+                    return [row.key for row in free]
+            if not free and not any(self._at_work()) and not roster.here(self._clock.now()):
+                await self._fleet.ready(1)
+            else:
+                await a_little(roster, until=ends_at, clock=self._clock)
+
+    def _claim(self, expects: Reduction | None) -> None:
+        """What was handed out before a restart is taken from now on."""
+        for lease in list(self._at_work()):
+            if not lease.claimed:
+                lease.expects, lease.claimed = expects, True
+                self._fleet.claimed(lease)
+
+    def _at_work(self) -> list[OpenLease]:
+        return [
+            x for x in self._fleet.book.open.values() if x.message.round == FLOATING and x.message.kind != "session"
+        ]
+
+    async def _offer(self, wanted: Wanted, *, but: Collection[str]) -> None:
+        """Give idle workers something to do, but not those who must wait."""
+        fleet = self._fleet
+        here = [w.id for w in fleet.roster.here(self._clock.now())]
+        idle = {id for id in here if id not in but and not fleet.book.of(id)}
+        if not idle:
+            return
+        fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
+        stem = _stem(fleet.now)
+        num_before = sum(stem in key for key in fleet.floating.leases)
+        first = fleet.paces.first(here, balance=fleet.config.balance == "time")
+        for worker in cohort(first, fleet.roster.members):
+            bound = wanted.offer(worker) if worker.id in idle else None
+            if bound is not None:
+                fresh.append((worker.id, bound, f"{worker.id}{stem}{num_before + len(fresh):06d}", 0))
+        await fleet.publish(bound for _, bound, _, _ in fresh)
+        await fleet.issue(fleet.floating, fresh, expects=wanted.expects)
+
+    def _typical_s(self, replies: Sequence[ReplyRow]) -> float:
+        """What those who have delivered are known to take for such a task; 0 where nothing is."""
+        floating = self._fleet.floating
+        took: list[float] = []
+        for row in replies:
+            past = self._fleet.paces.seconds.get(WorkerId(row.worker))
+            if past and row.key in floating.leases:
+                units = pb.Lease.FromString(floating.leases[row.key][-1].lease).num_sequences
+                took.append(units * statistics.median(past))
+        return statistics.median(took) if took else 0.0
+
+
+def given_up(floating: Attempt) -> tuple[str, ...]:
+    """Keys of work, other than sessions, that was lost."""
+    lost = (rows[-1] for rows in floating.leases.values() if rows[-1].status == "lost")
+    return tuple(row.key for row in lost if pb.Lease.FromString(row.lease).kind != "session")
+
+
+def handed_out_in(key: str) -> int:
+    """The round in which work of this key was handed out."""
+    return int(key.rpartition("#")[2].partition(".")[0])
+
+
+def _stem(now: Attempt) -> str:
+    """Of keys, which sort as they were made. Never one again that a commit has freed: a late report of the old result
+    would answer the new task."""
+    return f"#{now.round:09d}.{now.attempt:06d}."
+
+
+def _free(now: Attempt, floating: Attempt, *, one_each: bool = False) -> list[ReplyRow]:
+    """Replies that are not used yet, in the order in which they came; the first of each worker with `one_each`."""
+    free = [row for key, row in floating.replies.items() if key not in now.consumed and "@" not in key]
+    return list({row.worker: row for row in reversed(free)}.values())[::-1] if one_each else free

@@ -1,0 +1,182 @@
+"""Asynchronous DiLoCo: no barrier. An update counts when it comes, and its worker goes on from the newest model.
+
+    delta_i = theta_then - theta_i           after H_i inner steps from the model as it was when they began
+    d       = (1/N) sum_i s(tau_i) delta_i   over the K updates of one commit; tau_i: commits since they began
+    b      <- b + d
+    theta  <- theta - eta (d + c mu m)       m moves once in a cycle of N updates: m <- mu m + b, b <- 0
+
+Liu et al. 2024, arXiv:2401.09135: delayed Nesterov momentum and dynamic local steps H_i = floor(H v_i / v_max), v the
+steps a second. The paper's formula was not at hand: this one is derived from its description, that the momentum of
+stale updates harms, so that it moves once in N updates, with their mean, while each update moves theta. Then N updates
+of one model move theta as one Nesterov step with their mean does, whatever share c of the momentum the steps within a
+cycle take: c = sigma K / N within and what is left of 1 at the end.
+
+s(tau) is 1, (1 + tau)^-a, or for tau > b 1 / (a (tau - b) + 1): Xie et al. 2019, arXiv:1903.03934. With K = N and no
+momentum, a = 1/2, this is FedBuff (Nguyen et al. 2022, arXiv:2106.06639): one step with the mean of K updates, and no
+worker waits for it.
+
+With a quorum a commit takes one update of each worker that has delivered: once so many have, the others are given as
+much longer as `grace` says, and whoever is later counts in the next commit. Workers that have delivered wait for it.
+
+Updates count alike, whatever the tokens in them: who took more steps has moved further already. Differences to the
+papers: N follows the fleet from cycle to cycle unless it is set, and steps are granted by the pace that was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from potluck.optim.outer import delayed_nesterov
+from potluck.planner.balance import Pace
+from potluck.strategies.diloco import inner
+from potluck.strategies.fleet import Fleet, Reply, WorkerInfo, weighted_mean
+from potluck.strategies.run import RunFacts
+from potluck.strategies.state import State
+from potluck.strategies.strategy import RoundBytes
+from potluck.strategies.task import BoundTask
+from potluck.types.ids import WorkerId
+from potluck.types.params import Params
+
+
+class AsyncDiLoCoConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_inner_steps: int = Field(
+        default=100, ge=1, description="H: inner steps of an update; where work is balanced, of the fastest worker's"
+    )
+    outer_lr: float = Field(default=0.7, gt=0, description="eta: size of the outer step")
+    outer_momentum: float = Field(default=0.6, ge=0, lt=1, description="mu: delayed Nesterov momentum")
+    momentum_every: int = Field(
+        default=0, ge=0, description="N: updates after which the momentum moves; 0 for as many as there are workers"
+    )
+    momentum_spread: float = Field(
+        default=0.0, ge=0, le=1, description="sigma: share of the momentum that the steps within a cycle take"
+    )
+    updates_per_commit: int = Field(default=1, ge=1, description="K: updates that one commit takes together")
+    staleness: Literal["none", "polynomial", "hinge"] = Field(
+        default="none", description="how an update's weight falls with the commits since it began"
+    )
+    staleness_rate: float = Field(default=0.5, gt=0, description="a: of polynomial and hinge")
+    staleness_free: int = Field(default=4, ge=0, description="b: commits that cost nothing, of hinge")
+    quorum: float = Field(
+        default=0.0, ge=0, le=1, description="share of the workers that a commit waits for; 0 for updates as they come"
+    )
+    grace: float = Field(
+        default=0.25, ge=0, le=10, description="how much longer than a usual update those beyond the quorum may take"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncDiLoCoState(State):
+    momentum: Params
+    gathered: Params  # b
+    num_gathered: int = 0  # updates in it
+    cycle: int = 0  # N of the cycle that has begun
+
+
+class AsyncDiLoCo:
+    Config: ClassVar[type[BaseModel]] = AsyncDiLoCoConfig
+    State: ClassVar[type[State]] = AsyncDiLoCoState
+
+    def __init__(self, config: AsyncDiLoCoConfig) -> None:
+        self.config = config
+
+    def init(self, run: RunFacts) -> AsyncDiLoCoState:
+        return AsyncDiLoCoState(params=run.initial, momentum=run.zeros, gathered=run.zeros)
+
+    async def run_round(self, state: AsyncDiLoCoState, fleet: Fleet) -> AsyncDiLoCoState:
+        """One commit."""
+        config, run, workers = self.config, fleet.run, fleet.workers()
+        num_steps = min(config.num_inner_steps, run.steps_left(state, len(workers)))
+        sequences_per_step = run.inner.sequences_per_step
+        paces = {w.id: w.pace for w in workers if w.pace}
+        progress = run.progress_span(state, sum(dynamic_steps(num_steps, w, paces) for w in workers))
+
+        def offer(worker: WorkerInfo) -> BoundTask:
+            steps = dynamic_steps(num_steps, worker, paces)
+            task = inner.bind(theta=state.params, num_steps=steps, progress=progress)
+            return task.granted(steps * sequences_per_step)
+
+        replies = await fleet.gather(
+            offer,
+            key="inner",
+            min_replies=math.ceil(config.quorum * len(workers)) or config.updates_per_commit,
+            expects=weighted_mean("delta", by=""),
+            grace=config.grace if config.quorum else None,
+        )
+        weights = {r.key: self.weight(state.round - r.round) for r in replies}
+        mean = await fleet.reduce(replies, weighted_mean("delta", by="", factors=weights))
+        stepped = await self._step(state, fleet, mean, len(replies), math.fsum(weights.values()))
+        num_tokens = total(replies, "num_tokens")
+        return replace(
+            stepped,
+            round=state.round + 1,
+            tokens=state.tokens + int(num_tokens),
+            loss=total(replies, "loss_sum") / num_tokens,
+        )
+
+    async def _step(
+        self, state: AsyncDiLoCoState, fleet: Fleet, mean: Params, num_updates: int, weight: float
+    ) -> AsyncDiLoCoState:
+        """The outer step with the mean of so many updates, which together weigh `weight`."""
+        config = self.config
+        cycle = state.cycle if state.num_gathered else config.momentum_every or len(fleet.workers())
+        cycle = max(cycle, num_updates)
+        num_gathered = state.num_gathered + num_updates
+        ends_cycle = num_gathered >= cycle
+        share = config.momentum_spread * num_updates / cycle
+        if ends_cycle:
+            share = 1.0 - config.momentum_spread * state.num_gathered / cycle
+        params, changed = await fleet.apply(
+            delayed_nesterov,
+            state.params,
+            state.gathered,
+            state.momentum,
+            mean,
+            num_outputs=2,
+            lr=config.outer_lr,
+            momentum_coefficient=config.outer_momentum,
+            momentum_share=share,
+            ends_cycle=ends_cycle,
+            scale=weight / cycle,
+        )
+        return replace(
+            state,
+            params=params,
+            gathered=fleet.run.zeros if ends_cycle else changed,
+            momentum=changed if ends_cycle else state.momentum,
+            num_gathered=0 if ends_cycle else num_gathered,
+            cycle=cycle,
+        )
+
+    def weight(self, staleness: int) -> float:
+        """s(tau)."""
+        config = self.config
+        match config.staleness:
+            case "none":
+                return 1.0
+            case "polynomial":
+                return (1.0 + staleness) ** -config.staleness_rate
+            case "hinge":
+                return 1.0 / (config.staleness_rate * max(staleness - config.staleness_free, 0) + 1.0)
+
+    def estimate(self, run: RunFacts) -> RoundBytes:
+        """Of an update. Without a quorum a worker has one in as many rounds as there are workers to an update."""
+        return RoundBytes(up=run.up_bytes("delta"), down=run.down_bytes())
+
+
+def dynamic_steps(num_steps: int, worker: WorkerInfo, paces: Mapping[WorkerId, Pace]) -> int:
+    """floor(H v_i / v_max), at least 1; H where the worker's pace is not known."""
+    if worker.pace is None:
+        return num_steps
+    fastest_s = min(pace.unit_s for pace in (*paces.values(), worker.pace))
+    return max(1, math.floor(num_steps * fastest_s / worker.pace.unit_s + 1e-9))
+
+
+def total(replies: tuple[Reply, ...], name: str) -> float:
+    return math.fsum(float(reply.scalars[name]) for reply in replies)

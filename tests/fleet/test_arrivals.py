@@ -1,0 +1,128 @@
+"""Work without a barrier: `gather` on the virtual clock, through the shipping hosts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import virtual_world
+
+from potluck.clock import run_virtual
+from potluck.coordinator.divergence import Diverged
+from potluck.fleet.config import FleetConfig
+from potluck.protocol import pb
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
+from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig, AsyncDiLoCoState
+from potluck.strategies.fleet import Fleet
+from potluck.types.errors import RunStopped
+from potluck.types.ids import WorkerId
+
+Accepted = list[list[str]]
+"""By commit, the workers whose updates counted, in the order of keys."""
+
+
+class DivergingOnce(AsyncDiLoCo):
+    """Its third commit is judged to be no good, once."""
+
+    has_diverged = False
+
+    async def run_round(self, state: AsyncDiLoCoState, fleet: Fleet) -> AsyncDiLoCoState:
+        proposed = await super().run_round(state, fleet)
+        if state.round == 2 and not self.has_diverged:
+            self.has_diverged = True
+            raise Diverged("it came apart", state.round)
+        return proposed
+
+
+def play(
+    folder: Path, *, seconds: Sequence[float], num_rounds: int, disturb: Callable[[World], Any] | None = None,
+    strategy: AsyncDiLoCo | None = None, fleet: dict[str, Any] | None = None, **settings: Any,
+) -> tuple[AsyncDiLoCoState, World, Accepted]:  # fmt: skip
+    """`seconds` that each worker takes for a step."""
+    problem = Problem(num_rounds=num_rounds, validate=False)
+    problem.fleet = FleetConfig(min_workers=len(seconds), no_progress_s=60.0, **(fleet or {}))
+    strategy = strategy or AsyncDiLoCo(AsyncDiLoCoConfig(num_inner_steps=4, **settings))
+
+    def cost(step_s: float) -> Callable[[pb.Lease], float]:
+        return lambda lease: step_s * lease.num_sequences / 4
+
+    async def main() -> tuple[AsyncDiLoCoState, World, Accepted]:
+        world = virtual_world(problem, strategy, folder)
+        for i, step_s in enumerate(seconds):
+            world.add(f"w{i + 1}", cost_s=cost(step_s))
+        await world.clock.sleep(1.0)
+        await world.start()
+        if disturb is not None:
+            await disturb(world)
+        accepted: Accepted = []
+        while not world.training_is_over:
+            await world.clock.sleep(0.1)
+        assert world.run is not None
+        for (rows,) in world.run.ledger.audit("SELECT accepted FROM commits ORDER BY round"):
+            accepted.append([worker for _, worker, *_ in json.loads(rows)])
+        state = await world.finish()
+        assert isinstance(state, AsyncDiLoCoState)
+        return state, world, accepted
+
+    return run_virtual(main())
+
+
+def test_updates_count_as_they_come(tmp_path: Path) -> None:
+    _, world, accepted = play(tmp_path, seconds=[1.0, 2.4], num_rounds=7)
+    assert accepted == [["w1"], ["w1"], ["w2"], ["w1"], ["w1"], ["w2"], ["w1"]]
+    assert world.trace[-1][0] - world.trace[0][0] < 22.0  # 5 updates of w1 take 20 s: nobody waits
+
+
+def test_those_beyond_the_quorum_are_given_a_grace_and_then_count_next_time(tmp_path: Path) -> None:
+    """w1 and w2 take 4 s; w3 takes 4.8 s once, within a quarter of 4 s longer, and then 10 s, which is not."""
+    pace = iter([1.2])
+
+    async def slow_down(world: World) -> None:
+        await world.crash("w3")
+        world.hosts[WorkerId("w3")].cost_s = lambda lease: next(pace, 2.5) * lease.num_sequences / 4
+        world.switch_on(WorkerId("w3"))
+
+    _, _, accepted = play(tmp_path, seconds=[1.0] * 3, num_rounds=5, quorum=0.6, grace=0.25, disturb=slow_down)
+    assert accepted[:2] == [["w1", "w2", "w3"], ["w1", "w2"]]
+    assert ["w1", "w2", "w3"] in accepted[2:]
+    assert all(len(set(commit)) == len(commit) for commit in accepted)
+
+
+def test_a_buffer_takes_several_updates_of_one_worker_who_never_waits(tmp_path: Path) -> None:
+    state, world, accepted = play(tmp_path, seconds=[1.0, 3.6], num_rounds=4, updates_per_commit=3)
+    assert accepted == [["w1", "w1", "w1"], ["w1", "w1", "w2"], ["w1", "w1", "w2"], ["w1", "w1", "w1"]]
+    assert state.tokens == 12 * 4 * 4 * 8
+    assert world.trace[-1][0] - world.trace[0][0] < 42.0
+
+
+def test_what_was_accepted_before_a_crash_of_the_coordinator_counts_once(tmp_path: Path) -> None:
+    calm, _, accepted = play(tmp_path / "calm", seconds=[1.0, 1.7], num_rounds=3, updates_per_commit=3)
+
+    async def disturb(world: World) -> None:
+        await world.clock.sleep(7.5)  # w1 has delivered, w2 too; the third is under way
+        await world.crash_coordinator()
+        await world.start()
+
+    state, _, again = play(tmp_path, seconds=[1.0, 1.7], num_rounds=3, updates_per_commit=3, disturb=disturb)
+    assert accepted[0] == again[0] == ["w1", "w1", "w2"]
+    assert state.tokens == calm.tokens
+
+
+def test_an_update_is_checked_before_it_counts(tmp_path: Path) -> None:
+    limits = {"max_update_norm": 1e-9, "quarantine_after": 2, "quarantine_s": 1e4}
+    with pytest.raises(RunStopped, match=r"quarantined.*refused.*norm"):
+        play(tmp_path, seconds=[1.0, 1.0], num_rounds=3, fleet=limits)
+
+
+def test_a_run_that_came_apart_takes_no_work_along_that_began_before(tmp_path: Path) -> None:
+    strategy = DivergingOnce(AsyncDiLoCoConfig(num_inner_steps=4))
+    state, world, accepted = play(tmp_path, seconds=[1.0, 2.5], num_rounds=5, strategy=strategy)
+    assert [e.detail["round"] for e in world.events if e.kind == "rolled_back"] == [2]
+    assert len(accepted) == 5 and state.tokens == 5 * 4 * 4 * 8
+    run = world.last
+    assert run is not None
+    assert sum(epoch["consumed"] for epoch in run.deck.account()) == state.tokens // 8

@@ -1,0 +1,163 @@
+"""Asynchronous DiLoCo against a plain loop over scripted arrivals, and the weights and steps it gives."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from potluck.optim.inner import InnerConfig
+from potluck.planner.balance import Pace
+from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig, AsyncDiLoCoState, dynamic_steps
+from potluck.strategies.fleet import Reduction, Reply, WorkerInfo
+from potluck.strategies.run import Budget, RunFacts
+from potluck.strategies.task import BoundTask
+from potluck.types.ids import WorkerId
+from potluck.types.params import Fragment, Layout, Params
+from potluck.types.profile import DeviceProfile
+
+layout = Layout.of([("w", (7, 3)), ("b", (4,))])
+Arrival = tuple[str, int, int]
+"""worker, the round in which its work began, the seed of its update"""
+
+
+def vector(seed: int) -> Tensor:
+    return torch.randn(layout.numel, generator=torch.Generator().manual_seed(seed))
+
+
+def worker(name: str, unit_s: float | None = None) -> WorkerInfo:
+    pace = None if unit_s is None else Pace(unit_s=unit_s)
+    return WorkerInfo(id=WorkerId(name), profile=DeviceProfile(device="cpu"), pace=pace)
+
+
+@dataclass
+class Scripted:
+    """A fleet whose replies are given; its vectors are tensors in memory."""
+
+    facts: RunFacts
+    values: dict[Params, Tensor]
+    here: tuple[WorkerInfo, ...]
+    arrivals: Sequence[Arrival] = ()
+    asked: tuple[int, float | None] = (0, None)
+
+    @property
+    def run(self) -> RunFacts:
+        return self.facts
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return self.here
+
+    async def gather(
+        self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str, min_replies: int, expects: Reduction,
+        grace: float | None = None,
+    ) -> tuple[Reply, ...]:  # fmt: skip
+        self.asked = (min_replies, grace)
+        return tuple(
+            Reply(worker=WorkerId(w), key=f"{w}#{seed}", scalars={"num_tokens": 10, "loss_sum": 20.0}, round=began)
+            for w, began, seed in self.arrivals
+        )
+
+    async def reduce(self, replies: Sequence[Reply], reduction: Reduction) -> Params:
+        weights = [reduction.factor(r.worker, r.key) for r in replies]
+        vectors = [vector(int(r.key.partition("#")[2])) for r in replies]
+        return self.new(sum(w * v for w, v in zip(weights, vectors, strict=True)) / sum(weights))  # pyright: ignore
+
+    async def apply(self, op: Any, *handles: Params, num_outputs: int = 1, **scalars: Any) -> tuple[Params, ...]:
+        made = op(*(self.values[h].clone() for h in handles), layout=layout, offset=0, **scalars)
+        return tuple(self.new(value) for value in made)
+
+    def new(self, value: Tensor) -> Params:
+        handle = Params((Fragment(f"v{len(self.values)}", value.numel()),))
+        self.values[handle] = value
+        return handle
+
+
+def scripted(num_workers: int) -> Scripted:
+    initial, zeros = Params((Fragment("initial", layout.numel),)), Params((Fragment("zeros", layout.numel),))
+    facts = RunFacts(
+        seed=1, layout=layout, initial=initial, zeros=zeros, seq_len=5, inner=InnerConfig(batch_size=2),
+        budget=Budget(rounds=100), up_codec="fp32", down_codec="fp32",
+    )  # fmt: skip
+    values = {initial: vector(0), zeros: torch.zeros(layout.numel)}
+    return Scripted(facts, values, tuple(worker(f"w{i + 1}") for i in range(num_workers)))
+
+
+def play(config: AsyncDiLoCoConfig, commits: Sequence[Sequence[Arrival]], num_workers: int) -> tuple[Tensor, Scripted]:
+    """The parameters after these commits."""
+    fleet, strategy = scripted(num_workers), AsyncDiLoCo(config)
+    state: AsyncDiLoCoState = strategy.init(fleet.run)
+    for arrivals in commits:
+        fleet.arrivals = arrivals
+        state = asyncio.run(strategy.run_round(state, fleet))  # pyright: ignore[reportArgumentType]
+    assert state.round == len(commits)
+    assert state.tokens == 10 * sum(len(c) for c in commits) and state.loss == 2.0
+    return fleet.values[state.params], fleet
+
+
+def test_delayed_nesterov_one_update_at_a_time() -> None:
+    """Three workers, seven arrivals, some stale: the description of the method as a plain loop."""
+    arrivals = [("w1", 0, 1), ("w1", 1, 2), ("w2", 0, 3), ("w3", 0, 4), ("w1", 2, 5), ("w2", 3, 6), ("w1", 5, 7)]
+    config = AsyncDiLoCoConfig(
+        outer_lr=0.5, outer_momentum=0.8, staleness="polynomial", staleness_rate=0.5, momentum_spread=0.6
+    )
+    got, fleet = play(config, [[a] for a in arrivals], num_workers=3)
+    assert fleet.asked == (1, None)
+    theta, momentum, gathered = vector(0), torch.zeros(layout.numel), torch.zeros(layout.numel)
+    for version, (_, began, seed) in enumerate(arrivals):
+        step = vector(seed) / math.sqrt(1 + version - began) / 3
+        gathered = gathered + step
+        if (version + 1) % 3:
+            theta = theta - 0.5 * (step + 0.2 * 0.8 * momentum)
+        else:
+            momentum, gathered = 0.8 * momentum + gathered, torch.zeros(layout.numel)
+            theta = theta - 0.5 * (step + (1 - 0.4) * 0.8 * momentum)
+    torch.testing.assert_close(got, theta, rtol=1e-5, atol=1e-6)
+
+
+def test_a_buffer_without_momentum_is_fedbuff() -> None:
+    commits = [[("w1", 0, 1), ("w2", 0, 2)], [("w1", 1, 3), ("w3", 0, 4)], [("w1", 2, 5), ("w1", 2, 6)]]
+    config = AsyncDiLoCoConfig(
+        outer_lr=0.9, outer_momentum=0.0, updates_per_commit=2, momentum_every=2, staleness="polynomial"
+    )
+    got, fleet = play(config, commits, num_workers=3)
+    assert fleet.asked == (2, None)
+    theta = vector(0)
+    for version, commit in enumerate(commits):
+        theta = theta - 0.9 / 2 * sum(vector(seed) / math.sqrt(1 + version - began) for _, began, seed in commit)  # pyright: ignore
+    torch.testing.assert_close(got, theta, rtol=1e-5, atol=1e-6)
+
+
+def test_a_quorum_that_all_meet_is_nesterov_and_counts_workers() -> None:
+    commits = [[(f"w{i + 1}", version, 10 * version + i) for i in range(4)] for version in range(3)]
+    got, fleet = play(AsyncDiLoCoConfig(quorum=0.6, grace=0.5, outer_momentum=0.9), commits, num_workers=4)
+    assert fleet.asked == (3, 0.5)
+    theta = torch.nn.Parameter(vector(0))
+    optimizer = torch.optim.SGD([theta], lr=0.7, momentum=0.9, nesterov=True)
+    for commit in commits:
+        theta.grad = torch.stack([vector(seed) for _, _, seed in commit]).mean(dim=0)
+        optimizer.step()
+    torch.testing.assert_close(got, theta.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("none", [1.0, 1.0, 1.0, 1.0]), ("polynomial", [1.0, 0.5, 1 / 3, 1 / 6]), ("hinge", [1.0, 1.0, 0.5, 0.2])],
+)
+def test_weights_fall_with_staleness(kind: Any, expected: list[float]) -> None:
+    strategy = AsyncDiLoCo(AsyncDiLoCoConfig(staleness=kind, staleness_rate=1.0, staleness_free=1))
+    assert [strategy.weight(tau) for tau in (0, 1, 2, 5)] == pytest.approx(expected)
+
+
+def test_slower_workers_are_given_fewer_steps() -> None:
+    paces = {worker(f"w{i}", s).id: Pace(unit_s=s) for i, s in enumerate((4.0, 4.0, 2.0, 1.0))}
+    assert [dynamic_steps(40, worker("x", s), paces) for s in (4.0, 2.0, 1.0)] == [10, 20, 40]
+    assert dynamic_steps(40, worker("x", 3.0), paces) == 13
+    assert dynamic_steps(40, worker("x", 1000.0), paces) == 1
+    assert dynamic_steps(40, worker("x", 0.5), paces) == 40  # a newcomer that is faster than all
+    assert dynamic_steps(40, worker("x"), paces) == 40
