@@ -20,6 +20,8 @@ STRATEGY_PARTS = ("Config", "State", "init", "run_round", "estimate")
 shipped = {
     "diloco": "potluck.strategies.diloco:DiLoCo",
     "streaming_diloco": "potluck.strategies.streaming_diloco:StreamingDiLoCo",
+    "fed_avg": "potluck.strategies.fed_avg:FedAvg",
+    "sparse_diloco": "potluck.strategies.sparse_diloco:SparseDiLoCo",
     "sub_gemm": "potluck.strategies.sub_gemm.strategy:SubGEMM",
     "sync_sgd": "potluck.strategies.sync_sgd:SyncSGD",
 }

@@ -28,6 +28,10 @@ from potluck.strategies.run import RunSpec
 from potluck.types.errors import CorruptError, DataError, ModelError, NotFinite, ResourceError
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
+from potluck.worker.steering import Steering
+
+_kept = "kept."
+"""Before the names of the method's own tensors, in the files of a state."""
 
 _kept = "kept."
 """Before the names of the method's own tensors, in the files of a state."""
@@ -75,6 +79,7 @@ class TorchReplica:
         self._source: Iterator[Tensor] = iter(())
         self._left_over: Tensor | None = None
         self._mailbox: Mailbox | None = None
+        self._steering: Steering | None = None
         self._cancelled = threading.Event()
         self._is_cut_short: Callable[[], bool] = lambda: False
 
@@ -104,6 +109,7 @@ class TorchReplica:
         `is_cut_short` is asked after each step whether the task should end early.
         """
         self._source, self._left_over, self._is_cut_short = iter(source), None, is_cut_short
+        self._steering = None
         self._cancelled.clear()
 
     def cancel(self) -> None:
@@ -169,6 +175,9 @@ class TorchReplica:
     def params(self) -> Vector:
         return Vector.of(self._flat.vector)
 
+    def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
+        self._steering = Steering(self._flat, anchor=anchor, pull=pull, shift=shift)
+
     def batches(self) -> Iterator[Tensor]:
         for tokens in self._source:
             self._stop_if_cancelled()
@@ -180,8 +189,12 @@ class TorchReplica:
         num_tokens = sum(_num_tokens(batch) for batch in batches)
         lr = learning_rate(self._inner, progress)
         loss = self._backward(batches, divisor=num_tokens)
+        if self._steering is not None:
+            self._steering.before_clipping()
         norm = self._optimizer.clip(self._inner.clip)
         self._check_finite(loss, float(norm), lr)
+        if self._steering is not None:
+            self._steering.after_clipping()
         self._optimizer.step(lr)
         self._flat.clear_gradients()
         self._stepped(loss, num_tokens, started)

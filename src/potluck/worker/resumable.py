@@ -95,6 +95,11 @@ class ResumableReplica:
             return
         self._otherwise().load(theta)
 
+    def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
+        """Before the first step it is made again as it was."""
+        replica = self._replica if not self._steps else self._otherwise()
+        replica.steer(anchor=anchor, pull=pull, shift=shift)
+
     def train_step(self, *, progress: float) -> Step:
         if self._theta is None or not self.is_plain:  # it goes on from parameters that no snapshot tells of
             return self._otherwise().train_step(progress=progress)
