@@ -19,7 +19,7 @@ from potluck.protocol import pb
 from potluck.simulator.exact.problem import Problem
 from potluck.strategies.fed_avg import FedAvg, FedAvgConfig
 from potluck.strategies.strategy import Strategy
-from potluck.types.errors import RunStopped
+from potluck.types.errors import RecipeError
 
 pytestmark = pytest.mark.timeout(120)
 num_steps, num_workers = 5, 3
@@ -132,7 +132,7 @@ def test_scaffold_has_one_trace_for_a_seed() -> None:
 
 
 def test_scaffold_needs_plain_steps() -> None:
-    with pytest.raises(RunStopped, match=r'inner.optimizer is adamw; set it to "sgd"'):
+    with pytest.raises(RecipeError, match=r'inner.optimizer is adamw; set it to "sgd"'):
         checks.run(Problem(), scaffold, num_workers=1)
 
 
@@ -163,7 +163,7 @@ def test_adam_without_adaptivity_is_momentum() -> None:
         plain = 0.9 * plain + 0.1 * delta
         expected -= plain / 2
         theta, m, v = adaptive(
-            theta, m, v, delta, rule="adam", lr=1e6, beta1=0.9, beta2=0.99, tau=1e6, is_first=step == 0,
+            theta, m, v, delta, rule="adam", lr=1e6, beta1=0.9, beta2=1.0, tau=1e6, is_first=step == 0,
             layout=layout, offset=0,
         )  # fmt: skip
     assert torch.allclose(theta, expected, rtol=1e-5)

@@ -50,11 +50,11 @@ def adaptive(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """FedAdagrad, FedAdam and FedYogi: Reddi et al. 2020, arXiv:2003.00295, Algorithm 2. No bias correction.
 
-        m <- beta1 m + (1 - beta1) d
-        v <- v + d^2                                   adagrad
-             beta2 v + (1 - beta2) d^2                 adam
-             v - (1 - beta2) d^2 sign(v - d^2)         yogi
-        theta <- theta - lr m / (sqrt(v) + tau)        m = 0, v = tau^2 before the first
+    m <- beta1 m + (1 - beta1) d
+    v <- v + d^2                                   adagrad
+         beta2 v + (1 - beta2) d^2                 adam
+         v - (1 - beta2) d^2 sign(v - d^2)         yogi
+    theta <- theta - lr m / (sqrt(v) + tau)        m = 0, v = tau^2 before the first
     """
     delta.mul_(scale)
     if is_first:

@@ -9,9 +9,9 @@ that is lost leaves the average; the recipe may put a robust rule in the place o
 the data position stay on the worker across rounds.
 
 With `fleet.balance = "time"` worker i takes H_i steps, H on average over the fleet, and the merge is that of FedNova
-(strategies/local_steps.py). Equal H_i give plain DiLoCo, bit for bit. With AdamW inside, H_i for the weight of H_i steps
-is a heuristic. Who takes longer than its past says while all others are done is cut short: its few steps count as so
-much less than those of a whole share.
+(strategies/local_steps.py). Equal H_i give plain DiLoCo, bit for bit; with AdamW inside, H_i for the weight of H_i
+steps is a heuristic. Who takes longer than its past says while all others are done is cut short: its few steps count as
+so much less than those of a whole share.
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
     delta = sum_i p_i (theta - theta_i)      p_i = tokens_i / sum of tokens
 
-| method               | settings                                  | what it does                                        |
-| FedAvg, local SGD    |                                           | theta <- theta - eta delta, eta = 1: the average     |
-| FedAvgM              | outer_momentum                            | m <- beta m + delta; theta <- theta - eta m          |
-| FedAdam, -Yogi,      | outer = "adam", "yogi", "adagrad"         | optim/federated.py                                   |
-|   -Adagrad           |                                           |                                                      |
-| FedProx              | proximal = mu                             | workers add mu/2 |w - theta|^2 to their loss         |
-| FedNova              | normalised = true                         | unequal steps: strategies/local_steps.py             |
-| SCAFFOLD             | control_variates = true                   | below                                                |
+FedAvg, local SGD        as it is              theta <- theta - eta delta, with eta = 1 the average
+FedAvgM                  `outer_momentum`      m <- beta m + delta; theta <- theta - eta m
+FedAdam, FedYogi,
+FedAdagrad               `outer`               optim/federated.py
+FedProx                  `proximal`            workers add mu/2 |w - theta|^2 to their loss
+FedNova                  `normalised`          for unequal steps: strategies/local_steps.py
+SCAFFOLD                 `control_variates`    below
 
 McMahan et al. 2016, arXiv:1602.05629; Hsu et al. 2019, arXiv:1909.06335; Reddi et al. 2020, arXiv:2003.00295; Li et al.
 2018, arXiv:1812.06127; Wang et al. 2020, arXiv:2007.07481. They go together as far as that makes sense.
@@ -139,14 +138,13 @@ def corrected(
     rate_sum: float,
 ) -> Result:
     """SCAFFOLD; `rate_sum` is sum_k eta_k."""
-    own = replica.kept.make(_own_control)
-    replica.steer(shift=control - own)
+    replica.steer(shift=control - replica.kept.make(_own_control))
     result = take_steps(replica, theta=theta, num_steps=num_steps, progress=progress)
     if rate_sum > 0:
         own = replica.kept[_own_control]
-        new = (Vector.of(own) - control) + (1.0 / rate_sum) * (theta - replica.params())
-        for start, part in new.slices():
-            own[start : start + len(part)] = part
+        change = (1.0 / rate_sum) * (theta - replica.params()) - control
+        for start, part in change.slices():
+            own[start : start + len(part)] += part
     return result
 
 

@@ -93,9 +93,7 @@ class Shares:
             },
             key="inner",
             min_replies=math.ceil(min_reply_fraction * len(self.granted)),
-            reduce=weighted_mean(
-                "delta", by=by, previous=previous, factors=self.per_step if is_normalised else None
-            ),
+            reduce=weighted_mean("delta", by=by, previous=previous, factors=self.per_step if is_normalised else None),
         )
 
     def stretch(self, got: Replies) -> float:
