@@ -92,6 +92,8 @@ class ResumableReplica:
             self._theta = theta
             if self._found is None:
                 self._replica.load(theta)
+            else:
+                self._replica.begins_from(theta)
             return
         self._otherwise().load(theta)
 
