@@ -37,9 +37,7 @@ def factor_shapes(shape: torch.Size) -> dict[str, tuple[int, ...]]:
 class Adafactor(torch.optim.Optimizer):
     """`state[p]` holds `step`, fp32 [], and the fp32 tensors of `factor_shapes`; whoever makes them may do so first."""
 
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], *, lr: float, beta2: float, eps: float, seed: int = 0
-    ) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, beta2: float, eps: float, seed: int = 0) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         self._beta2, self._eps, self._seed = beta2, eps, seed
 
@@ -80,12 +78,12 @@ class Adafactor(torch.optim.Optimizer):
         fresh = 1.0 - self._beta2
         if "second" in state:
             kept = _rows(state["second"])
-            kept.lerp_(grads.float().square_().add_(_smallest), fresh)
+            kept.lerp_(grads.float().square().add_(_smallest), fresh)
             return lambda rows: kept[rows] / correction
         row, column = state["row"], state["column"]
         by_row, by_column = torch.empty_like(row), torch.zeros_like(column)
         for rows in _slices(grads):
-            squared = grads[rows].float().square_().add_(_smallest)
+            squared = grads[rows].float().square().add_(_smallest)
             by_row[rows] = squared.mean(dim=1)
             by_column += squared.sum(dim=0)
         row.lerp_(by_row, fresh)

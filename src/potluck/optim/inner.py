@@ -25,7 +25,9 @@ class InnerConfig(BaseModel):
     schedule: Literal["cosine", "constant"] = Field(default="cosine", description="what the rate does after warm-up")
     min_lr_fraction: float = Field(default=0.1, ge=0, le=1, description="where the cosine ends, as a share of lr")
     weight_decay: float = Field(default=0.1, ge=0, description="decoupled decay of tensors with two or more dimensions")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's averaging coefficients; the second is adafactor's too")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95), description="AdamW's averaging coefficients; the second is adafactor's too"
+    )
     eps: float = Field(default=1e-8, gt=0, description="AdamW's and adafactor's epsilon")
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="`muon`: its averaging coefficient")
     weights: Literal["fp32", "bf16"] = Field(
@@ -43,8 +45,10 @@ class InnerConfig(BaseModel):
     @model_validator(mode="after")
     def _go_together(self) -> InnerConfig:
         if self.weights == "bf16" and self.optimizer != "adafactor":
-            raise ValueError(f'`weights` "bf16" needs steps that are rounded at random, which {self.optimizer} does not '
-                             'take; use optimizer = "adafactor" or weights = "fp32"')
+            raise ValueError(
+                f'`weights` "bf16" needs steps that are rounded at random, which {self.optimizer} does not '
+                'take; use optimizer = "adafactor" or weights = "fp32"'
+            )
         return self
 
     @property

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from potluck.optim.adafactor import slice_numel as adafactor_slice_numel
 from potluck.types.params import type_bytes
+
+_adafactor_step_bytes = 64 << 20
+"""What its step holds in fp32 of a few rows of one matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +118,9 @@ def _moments_bytes(dims: ModelDims, optimizer: str, num_trained: int) -> int:
             return 2 * type_bytes * num_trained
         case "muon":
             return type_bytes * (num_trained + min(num_trained, 2 * dims.vocab_size * dims.hidden_dim))
-        case "adafactor":  # 12 is more than the matrices of a layer; the second part is what a step holds of one
+        case "adafactor":  # 12 is more than the matrices of a layer
             sides = 12 * dims.num_layers * (dims.hidden_dim + dims.ff_dim) + 2 * (dims.vocab_size + dims.hidden_dim)
-            return type_bytes * min(num_trained, sides) + 4 * type_bytes * min(num_trained, adafactor_slice_numel)
+            return type_bytes * min(num_trained, sides) + min(4 * type_bytes * num_trained, _adafactor_step_bytes)
         case _:
             return 0
 

@@ -1,7 +1,8 @@
 """The inner optimizer on a flat model: torch's AdamW, SGD or Muon, or Adafactor, with its state in flat vectors.
 
 Muon takes the matrices between embedding and head, AdamW what is left: embeddings, head, norms and biases. Both go by
-one learning rate: Muon's steps are scaled to the size of AdamW's (`match_rms_adamw`; Liu et al. 2025, arXiv:2502.16982).
+one learning rate: Muon's steps are scaled to the size of AdamW's (`match_rms_adamw`; Liu et al. 2025,
+arXiv:2502.16982).
 """
 
 from __future__ import annotations
@@ -36,24 +37,26 @@ class InnerOptimizer:
         self._kept = None
         self._counted: list[nn.Parameter] = []  # whose steps are counted
         self._slots: Slots = {}
+        optimizers: list[torch.optim.Optimizer]
         match config.optimizer:
             case "sgd":
-                self._optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(self._groups(parameters), lr=config.lr)]
+                optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(self._groups(parameters), lr=config.lr)]
             case "adamw":
-                self._optimizers = [self._adamw(parameters)]
+                optimizers = [self._adamw(parameters)]
             case "muon":
                 hidden = hidden_matrices(self._flat)
                 others = [p for p in parameters if not any(p is h for h in hidden)]
-                self._optimizers = [_muon(hidden, config)] if hidden else []
-                self._optimizers += [self._adamw(others)] if others else []
+                optimizers = [_muon(hidden, config)] if hidden else []
+                optimizers += [self._adamw(others)] if others else []
                 self._slots["momentum_buffer"] = [(p, tuple(p.shape)) for p in hidden]
             case "adafactor":
                 groups = self._groups(parameters)
-                self._optimizers = [Adafactor(groups, lr=config.lr, beta2=config.betas[1], eps=config.eps)]
+                optimizers = [Adafactor(groups, lr=config.lr, beta2=config.betas[1], eps=config.eps)]
                 self._counted = parameters
                 for parameter in parameters:
                     for name, shape in factor_shapes(parameter.shape).items():
                         self._slots.setdefault(name, []).append((parameter, shape))
+        self._optimizers = optimizers
         self._slots = {name: slot for name, slot in self._slots.items() if slot}
 
     def _groups(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
@@ -152,7 +155,9 @@ def hidden_matrices(flat: FlatModel) -> list[nn.Parameter]:
 def _muon(parameters: list[nn.Parameter], config: InnerConfig) -> torch.optim.Optimizer:
     kind = getattr(torch.optim, "Muon", None)
     if kind is None:
-        raise ModelError(f"torch {torch.__version__} has no Muon, which the run's inner optimizer is; install 2.9 or later")
+        raise ModelError(
+            f"torch {torch.__version__} has no Muon, which the run's inner optimizer is; install 2.9 or later"
+        )
     return kind(
         parameters, lr=config.lr, weight_decay=config.weight_decay, momentum=config.muon_momentum,
         adjust_lr_fn="match_rms_adamw",

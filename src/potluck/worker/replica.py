@@ -21,7 +21,7 @@ from potluck.models.device import Hardware, choose_precision, free_and_total_mem
 from potluck.models.family import has_dropout
 from potluck.models.flat import FlatModel
 from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES, TokenLoss
-from potluck.optim.inner import InnerConfig, learning_rate
+from potluck.optim.inner import learning_rate
 from potluck.planner.memory import ModelDims, check_fits, training_memory
 from potluck.strategies.replica import Kept, Loss, Mailbox, Step, TaskCancelled
 from potluck.strategies.run import RunSpec
