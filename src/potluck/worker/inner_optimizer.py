@@ -40,7 +40,7 @@ class InnerOptimizer:
         optimizers: list[torch.optim.Optimizer]
         match config.optimizer:
             case "sgd":
-                optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(self._groups(parameters), lr=config.lr)]
+                optimizers = [torch.optim.SGD(self._groups(parameters), lr=config.lr)]
             case "adamw":
                 optimizers = [self._adamw(parameters)]
             case "muon":
