@@ -59,17 +59,17 @@ def test_one_worker_equals_a_plain_loop_with_error_feedback(tmp_path: Path) -> N
     checks.equals_reference(given, make, lambda of: reference(of, tmp_path / "update"))
 
 
-@pytest.mark.parametrize("sockets", [False, True], ids=["memory", "grpc"])
-def test_it_goes_on_exactly_after_restarts(sockets: bool) -> None:
-    checks.resumes_exactly(problem(down_codec="int8-delta"), make, sockets=sockets)
+def test_it_goes_on_exactly_after_restarts() -> None:
+    checks.resumes_exactly(problem(down_codec="int8-delta"), make)
 
 
 def test_it_converges_with_losses() -> None:
     checks.survives_losses(problem(12, inner=InnerConfig(lr=1e-2, batch_size=8, warmup=0.1)), make)
 
 
-def test_it_moves_what_it_says() -> None:
-    checks.moves_what_it_says(problem(), make)
+@pytest.mark.parametrize("sockets", [False, True], ids=["memory", "grpc"])
+def test_it_moves_what_it_says(sockets: bool) -> None:
+    checks.moves_what_it_says(problem(), make, sockets=sockets)
 
 
 @pytest.mark.parametrize(
