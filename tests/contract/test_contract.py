@@ -48,6 +48,7 @@ cases = {
         make=lambda: StreamingDiLoCo(StreamingDiLoCoConfig(num_fragments=2, **streaming_settings)),  # pyright: ignore[reportArgumentType]
         reference=lambda problem: references.streaming_diloco(problem, **streaming_settings),  # pyright: ignore[reportArgumentType]
         num_rounds=8,
+    ),
     "fed_avg": Case(
         make=lambda: FedAvg(FedAvgConfig(outer="yogi", proximal=0.5, normalised=True, num_inner_steps=5)),
         reference=lambda problem: references.fed_avg(
