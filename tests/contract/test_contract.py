@@ -15,6 +15,7 @@ from potluck.optim.inner import InnerConfig
 from potluck.simulator.exact.problem import Problem
 from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+from potluck.strategies.fed_avg import FedAvg, FedAvgConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig
 from potluck.strategies.sub_gemm.strategy import SubGEMM, SubGEMMConfig
@@ -55,6 +56,13 @@ cases = {
         make=lambda: StreamingDiLoCo(StreamingDiLoCoConfig(num_fragments=2, **streaming_settings)),  # pyright: ignore[reportArgumentType]
         reference=lambda problem: references.streaming_diloco(problem, **streaming_settings),  # pyright: ignore[reportArgumentType]
         num_rounds=8,
+    ),
+    "fed_avg": Case(
+        make=lambda: FedAvg(FedAvgConfig(outer="yogi", proximal=0.5, normalised=True, num_inner_steps=5)),
+        reference=lambda problem: references.fed_avg(
+            problem, [[5]] * problem.num_rounds, outer="yogi", lr=0.01, proximal=0.5, normalised=True
+        ),
+        num_rounds=4,
     ),
     "sub_gemm": Case(
         make=lambda: SubGEMM(SubGEMMConfig(head_computes=False, least_side=4)),

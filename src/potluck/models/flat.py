@@ -1,4 +1,4 @@
-"""A model whose parameters are views of one flat fp32 vector.
+"""A model whose parameters are views of one flat vector, in fp32 unless asked otherwise.
 
 Loading the model is then one copy into the vector and reading it one copy out of it, whatever its number of tensors.
 A parameter that is used in two places (tied embeddings) is in the vector once.
@@ -27,7 +27,12 @@ class FlatModel:
     """
 
     def __init__(
-        self, module: nn.Module, *, layout: Layout | None = None, device: str | torch.device | None = None
+        self,
+        module: nn.Module,
+        *,
+        layout: Layout | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         own = layout_of(module)
         self.layout = layout or own
@@ -36,7 +41,7 @@ class FlatModel:
         if device is None:
             device = next((p.device for p in named.values() if not p.is_meta), torch.device("cpu"))
         self.device = torch.device(device)
-        self.vector = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.device)
+        self.vector = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
         replaced: dict[int, nn.Parameter] = {}
         with torch.no_grad():
             for spec in self.layout:
@@ -50,7 +55,9 @@ class FlatModel:
         self.parameters = [dict(module.named_parameters())[spec.name] for spec in self.layout]
 
     def load(self, theta: Vector | Tensor) -> None:
-        """Set every parameter: one copy. theta: fp32 [layout.numel], on any device."""
+        """Set every parameter: one copy, rounded to the nearest where they are not fp32. theta: fp32 [layout.numel], on
+        any device.
+        """
         given = Vector.of(theta)
         if given.numel != self.layout.numel:
             raise ModelError(
@@ -62,7 +69,7 @@ class FlatModel:
 
     def params(self) -> Tensor:
         """The parameters: a new fp32 tensor [layout.numel] on the CPU, one copy."""
-        return self.vector.clone() if self.device.type == "cpu" else self.vector.cpu()
+        return self.vector.to("cpu", torch.float32, copy=True)
 
     def gradient(self) -> Tensor:
         """The gradients, zero where there are none: a new fp32 tensor [layout.numel] on the CPU, one copy."""

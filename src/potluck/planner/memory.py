@@ -14,6 +14,9 @@ from typing import Any
 
 from potluck.types.params import type_bytes
 
+_adafactor_step_bytes = 64 << 20
+"""What its step holds in fp32 of a few rows of one matrix."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDims:
@@ -78,6 +81,8 @@ def training_memory(
     optimizer: str,
     precision: str,
     max_logits_bytes: int,
+    weights: str = "fp32",
+    checkpoints_activations: bool = False,
     num_trained_params: int | None = None,
     num_stored_layers: int | None = None,
 ) -> TrainingMemory:
@@ -86,18 +91,38 @@ def training_memory(
     Where parts are frozen, only `num_trained_params` have gradients and moments, and only the `num_stored_layers`
     from the lowest trained one up keep what a backward pass needs. None stands for all.
     """
-    model_bytes = type_bytes * dims.num_params
-    trained_bytes = model_bytes if num_trained_params is None else type_bytes * num_trained_params
-    moments_bytes = 2 * trained_bytes if optimizer == "adamw" else 0
+    num_trained = dims.num_params if num_trained_params is None else num_trained_params
+    weight_bytes = 2 if weights == "bf16" else type_bytes
+    model_bytes, trained_bytes = weight_bytes * dims.num_params, weight_bytes * num_trained
+    moments_bytes = _moments_bytes(dims, optimizer, num_trained)
     stored_layers = dims.num_layers if num_stored_layers is None else num_stored_layers
     tokens = batch_size * seq_len
     logits_bytes = 3 * min(type_bytes * tokens * dims.vocab_size, max_logits_bytes)
-    cast_bytes = model_bytes // 2 if precision == "bf16-mixed" else 0  # autocast keeps weights in both formats
-    activation_bytes = int(tokens * stored_layers * kept_bytes(dims, precision))
+    is_mixed = precision == "bf16-mixed" and weights == "fp32"
+    cast_bytes = model_bytes // 2 if is_mixed else 0  # autocast keeps weights in both formats
+    per_layer = kept_bytes(dims, "bf16-mixed" if weights == "bf16" else precision)
+    if checkpoints_activations:  # the input of each layer, and all of the one that is computed again
+        activation_bytes = int(tokens * (stored_layers * type_bytes * dims.hidden_dim + per_layer))
+    else:
+        activation_bytes = int(tokens * stored_layers * per_layer)
     return TrainingMemory(
         device_bytes=model_bytes + trained_bytes + moments_bytes + cast_bytes + activation_bytes + logits_bytes,
         host_bytes=moments_bytes,
     )
+
+
+def _moments_bytes(dims: ModelDims, optimizer: str, num_trained: int) -> int:
+    """fp32: two moments with AdamW; one with Muon, but two of embedding and head; rows and columns with Adafactor."""
+    match optimizer:
+        case "adamw":
+            return 2 * type_bytes * num_trained
+        case "muon":
+            return type_bytes * (num_trained + min(num_trained, 2 * dims.vocab_size * dims.hidden_dim))
+        case "adafactor":  # 12 is more than the matrices of a layer
+            sides = 12 * dims.num_layers * (dims.hidden_dim + dims.ff_dim) + 2 * (dims.vocab_size + dims.hidden_dim)
+            return type_bytes * min(num_trained, sides) + min(4 * type_bytes * num_trained, _adafactor_step_bytes)
+        case _:
+            return 0
 
 
 def check_fits(need: TrainingMemory, *, device: str, device_free_bytes: int, host_free_bytes: int) -> str:

@@ -9,35 +9,26 @@ that is lost leaves the average; the recipe may put a robust rule in the place o
 the data position stay on the worker across rounds.
 
 With `fleet.balance = "time"` worker i takes H_i steps, H on average over the fleet, and the merge is that of FedNova
-(Wang et al. 2020, arXiv:2007.07481), so that speed is not counted twice, once in delta_i and once in its tokens:
-
-    theta moves as by the pseudo-gradient   (sum_j p_j H_j) sum_i p_i delta_i / H_i      p_i ~ tokens_i / H_i
-
-A worker sends (H / H_i) delta_i: residuals, norms and robust rules compare like with like. Equal H_i give plain DiLoCo,
-bit for bit. With AdamW inside, H_i for the weight of H_i steps is a heuristic.
-
-Who takes longer than its past says while all others are done is cut short, after H_i < G_i of the G_i steps it was
-granted. Then p_i ~ tokens_i / G_i: its few steps count as so much less than those of a whole share.
+(strategies/local_steps.py). Equal H_i give plain DiLoCo, bit for bit; with AdamW inside, H_i for the weight of H_i
+steps is a heuristic. Who takes longer than its past says while all others are done is cut short: its few steps count as
+so much less than those of a whole share.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from potluck.optim.outer import nesterov
-from potluck.planner.balance import balanced
-from potluck.strategies.fleet import Fleet, Replies, weighted_mean
-from potluck.strategies.replica import Replica, Step
+from potluck.strategies.fleet import Fleet
+from potluck.strategies.local_steps import STEP_NUMBERS, Shares, take_steps
+from potluck.strategies.replica import Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import Result, task
-from potluck.types.ids import WorkerId
 from potluck.types.params import Params
 from potluck.types.vector import Vector
 
@@ -64,21 +55,11 @@ class DiLoCoState(State):
 
 
 # The half that runs on the device.
-@task("diloco.inner", kind="pinned", numbers=("num_tokens", "loss_sum", "num_steps"))
+@task("diloco.inner", kind="pinned", numbers=STEP_NUMBERS)
 def inner(
     replica: Replica, *, theta: Vector, num_steps: int, progress: tuple[float, float], mean_steps: int = 0
 ) -> Result:
-    replica.load(theta)
-    start, stop = progress
-    steps: list[Step] = []
-    while len(steps) < num_steps and not (steps and replica.is_cut_short):
-        steps.append(replica.train_step(progress=start + (stop - start) * len(steps) / num_steps))
-    num_tokens = sum(s.num_tokens for s in steps)
-    loss_sum = sum(s.loss * s.num_tokens for s in steps)
-    delta = theta - replica.params()
-    if mean_steps not in (0, len(steps)):  # the fleet's mean; 0 where all take as many
-        delta = (mean_steps / len(steps)) * delta
-    return Result({"num_tokens": num_tokens, "loss_sum": loss_sum, "num_steps": len(steps)}, {"delta": delta})
+    return take_steps(replica, theta=theta, num_steps=num_steps, progress=progress, mean_steps=mean_steps)
 
 
 # The half that runs on the coordinator.
@@ -93,24 +74,15 @@ class DiLoCo:
         return DiLoCoState(params=run.initial, momentum=run.zeros)
 
     async def run_round(self, state: DiLoCoState, fleet: Fleet) -> DiLoCoState:
-        config, run, workers = self.config, fleet.run, fleet.workers()
-        num_steps = min(config.num_inner_steps, run.steps_left(state, len(workers)))
-        sequences_per_step = run.inner.sequences_per_step
-        paces = {w.id: w.pace.of_units(sequences_per_step) if w.pace else None for w in workers}
-        steps = balanced(paces, mean_units=num_steps)
-        progress = run.progress_span(state, num_steps * len(workers))
-        work = {
-            worker: inner.bind(
-                theta=state.params, num_steps=own_steps, mean_steps=num_steps, progress=progress
-            ).granted(own_steps * sequences_per_step, per_step=sequences_per_step)
-            for worker, own_steps in steps.items()
-        }
-        per_step = {worker: num_steps / own_steps for worker, own_steps in steps.items()}  # H / G_i
-        got = await fleet.call(
-            work,
-            key="inner",
-            min_replies=math.ceil(config.min_reply_fraction * len(workers)),
-            reduce=weighted_mean("delta", by="num_tokens", previous=state.aggregate, factors=per_step),
+        config, run = self.config, fleet.run
+        shares = Shares.deal(state, fleet, config.num_inner_steps)
+        got = await shares.call(
+            fleet,
+            lambda steps: inner.bind(
+                theta=state.params, num_steps=steps, mean_steps=shares.mean_steps, progress=shares.progress
+            ),
+            min_reply_fraction=config.min_reply_fraction,
+            previous=state.aggregate,
         )
         params, momentum = await fleet.apply(
             nesterov,
@@ -120,7 +92,7 @@ class DiLoCo:
             num_outputs=2,
             lr=config.outer_lr,
             momentum_coefficient=config.outer_momentum,
-            scale=stretch(got, steps, per_step),
+            scale=shares.stretch(got),
         )
         num_tokens = int(got.sum("num_tokens"))
         return replace(
@@ -135,14 +107,3 @@ class DiLoCo:
 
     def estimate(self, run: RunFacts) -> RoundBytes:
         return RoundBytes(up=run.up_bytes("delta"), down=run.down_bytes())
-
-
-def stretch(got: Replies, granted: Mapping[WorkerId, int], per_step: Mapping[WorkerId, float]) -> float:
-    """(sum_j p_j H_j) / H over those who replied; `granted` holds G_j, `per_step` H / G_j."""
-    weights: list[float] = []  # tokens_j / G_j, times H
-    steps: list[float] = []  # each times H_j / H
-    for reply in got.replies:
-        num_tokens, most = float(reply.scalars["num_tokens"]), granted[reply.worker]
-        weights.append(num_tokens * per_step[reply.worker])
-        steps.append(num_tokens * min(max(float(reply.scalars["num_steps"]), 1.0), most) / most)
-    return math.fsum(steps) / math.fsum(weights)

@@ -21,6 +21,8 @@ shipped = {
     "async_diloco": "potluck.strategies.async_diloco:AsyncDiLoCo",
     "diloco": "potluck.strategies.diloco:DiLoCo",
     "streaming_diloco": "potluck.strategies.streaming_diloco:StreamingDiLoCo",
+    "fed_avg": "potluck.strategies.fed_avg:FedAvg",
+    "sparse_diloco": "potluck.strategies.sparse_diloco:SparseDiLoCo",
     "sub_gemm": "potluck.strategies.sub_gemm.strategy:SubGEMM",
     "sync_sgd": "potluck.strategies.sync_sgd:SyncSGD",
 }

@@ -61,7 +61,7 @@ class Kept:
         return self._tensors[name]
 
     def make(self, name: str) -> Tensor:
-        """The tensor of that name, made if there is none; its values are anything."""
+        """The tensor of that name; zeros where no task has made it yet."""
         if name not in self._tensors:
             self._tensors[name] = torch.zeros(self._numel, dtype=torch.float32, device=self._device)
         return self._tensors[name]
@@ -114,6 +114,13 @@ class Replica(Protocol):
 
     def params(self) -> Vector:
         """The parameters, read from the model itself: as they are when they are read."""
+        ...
+
+    def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
+        """In this task's steps, gradients g become clip(g + pull (w - anchor)) + shift, w the parameters.
+
+        The vectors must not change while it takes them. The loss that a step reports is that of the data alone.
+        """
         ...
 
     def train_step(self, *, progress: float) -> Step:

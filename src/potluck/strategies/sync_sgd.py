@@ -26,6 +26,7 @@ from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import Result, task
+from potluck.types.errors import RecipeError
 from potluck.types.params import Params
 from potluck.types.vector import Vector
 
@@ -59,6 +60,7 @@ class SyncSGD:
         self.config = config
 
     def init(self, run: RunFacts) -> SyncSGDState:
+        check_optimizer(run.inner, "sync_sgd")
         return SyncSGDState(params=run.initial, first_moment=run.zeros, second_moment=run.zeros)
 
     async def run_round(self, state: SyncSGDState, fleet: Fleet) -> SyncSGDState:
@@ -86,6 +88,15 @@ class SyncSGD:
 
     def estimate(self, run: RunFacts) -> RoundBytes:
         return RoundBytes(up=run.up_bytes("gradient"), down=run.down_bytes())
+
+
+def check_optimizer(config: InnerConfig, strategy: str) -> None:
+    """RecipeError if `step` cannot take it: the optimizer runs here, slice by slice of the flat model."""
+    if config.optimizer not in ("adamw", "sgd"):
+        raise RecipeError(
+            f"strategy {strategy} takes its steps on the coordinator, which has no {config.optimizer}; set "
+            'strategy.inner.optimizer to "adamw" or "sgd"'
+        )
 
 
 def clip_scale(norm: float, clip: float) -> float:

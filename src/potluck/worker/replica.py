@@ -16,18 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from potluck.models.build import skeleton
+from potluck.models.build import checkpoint_activations, skeleton
 from potluck.models.device import Hardware, choose_precision, free_and_total_memory, this_machine
 from potluck.models.family import has_dropout
 from potluck.models.flat import FlatModel
 from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES, TokenLoss
-from potluck.optim.inner import InnerConfig, learning_rate
+from potluck.optim.inner import learning_rate
 from potluck.planner.memory import ModelDims, check_fits, training_memory
 from potluck.strategies.replica import Kept, Loss, Mailbox, Step, TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.types.errors import CorruptError, DataError, ModelError, NotFinite, ResourceError
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
+from potluck.worker.inner_optimizer import InnerOptimizer
+from potluck.worker.steering import Steering
+
+_kept = "kept."
+"""Before the names of the method's own tensors, in the files of a state."""
 
 _kept = "kept."
 """Before the names of the method's own tensors, in the files of a state."""
@@ -66,8 +71,14 @@ class TorchReplica:
         _check_memory(
             spec, layout, self.device, self.precision.name, max_memory_bytes=max_memory_bytes, hardware=hardware
         )
-        self._flat = FlatModel(skeleton(spec.model_config_json), layout=layout, device=self.device)
-        self._loss = TokenLoss(self._flat.module, vocab_size=vocab_size, autocast=self.precision.autocast)
+        is_bf16 = spec.inner.weights == "bf16"
+        dtype = torch.bfloat16 if is_bf16 else torch.float32
+        self._flat = FlatModel(skeleton(spec.model_config_json), layout=layout, device=self.device, dtype=dtype)
+        if spec.inner.checkpoint_activations:
+            checkpoint_activations(self._flat.module)
+        autocast = None if is_bf16 else self.precision.autocast
+        self._loss = TokenLoss(self._flat.module, vocab_size=vocab_size, autocast=autocast)
+        self._loaded: Vector | None = None  # where weights are rounded: what they were rounded from
         self._has_dropout = has_dropout(spec.model_config_json)
         self._optimizer = InnerOptimizer(self._flat, spec.inner)
         self.kept = Kept(layout.numel)
@@ -75,6 +86,7 @@ class TorchReplica:
         self._source: Iterator[Tensor] = iter(())
         self._left_over: Tensor | None = None
         self._mailbox: Mailbox | None = None
+        self._steering: Steering | None = None
         self._cancelled = threading.Event()
         self._is_cut_short: Callable[[], bool] = lambda: False
 
@@ -104,6 +116,7 @@ class TorchReplica:
         `is_cut_short` is asked after each step whether the task should end early.
         """
         self._source, self._left_over, self._is_cut_short = iter(source), None, is_cut_short
+        self._steering = self._loaded = None
         self._cancelled.clear()
 
     def cancel(self) -> None:
@@ -143,13 +156,13 @@ class TorchReplica:
         """Go on from what `whole_state` gave. CorruptError, and nothing has changed, if it is not of this model."""
         inner = {**tensors, **self._kept_tensors()}
         params = inner.pop("params", torch.empty(0))
-        if params.dtype != torch.float32 or list(params.shape) != [self.layout.numel]:
+        if params.dtype != self._flat.vector.dtype or list(params.shape) != [self.layout.numel]:
             raise CorruptError(
                 f"the state holds {params.dtype} {list(params.shape)} as parameters and the model has "
-                f"{self.layout.numel} of torch.float32"
+                f"{self.layout.numel} of {self._flat.vector.dtype}"
             )
         self.restore_local_state(inner, scalars)
-        self.load(params)
+        self._flat.load(params)
 
     def reset_local_state(self) -> None:
         """As before the first step."""
@@ -164,10 +177,27 @@ class TorchReplica:
         return self._is_cut_short()
 
     def load(self, theta: Vector | Tensor) -> None:
+        self.begins_from(theta)
         self._flat.load(theta)
 
+    def begins_from(self, theta: Vector | Tensor) -> None:
+        """What the parameters were before the steps that they have had, where they are not loaded from it."""
+        self._loaded = None if self._flat.vector.dtype == torch.float32 else Vector.of(theta)
+
     def params(self) -> Vector:
-        return Vector.of(self._flat.vector)
+        """Rounded weights with what was lost of theta when it was rounded: so a difference to it is of steps alone."""
+        now, loaded, dtype = Vector.of(self._flat.vector), self._loaded, self._flat.vector.dtype
+        if loaded is None:
+            return now
+
+        def read(start: int, stop: int) -> Tensor:
+            whole = loaded.read(start, stop)
+            return now.read(start, stop) + (whole - whole.to(dtype).float())
+
+        return Vector(now.numel, read)
+
+    def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
+        self._steering = Steering(self._flat, anchor=anchor, pull=pull, shift=shift)
 
     def batches(self) -> Iterator[Tensor]:
         for tokens in self._source:
@@ -180,8 +210,12 @@ class TorchReplica:
         num_tokens = sum(_num_tokens(batch) for batch in batches)
         lr = learning_rate(self._inner, progress)
         loss = self._backward(batches, divisor=num_tokens)
+        if self._steering is not None:
+            self._steering.before_clipping()
         norm = self._optimizer.clip(self._inner.clip)
         self._check_finite(loss, float(norm), lr)
+        if self._steering is not None:
+            self._steering.after_clipping()
         self._optimizer.step(lr)
         self._flat.clear_gradients()
         self._stepped(loss, num_tokens, started)
@@ -274,82 +308,6 @@ class TorchReplica:
         self.on_step(StepInfo(self._num_steps, loss, num_tokens / max(self._now() - started, 1e-9)))
 
 
-class InnerOptimizer:
-    """AdamW or SGD of torch on a flat model. Moments are views of two flat vectors, made at the first step."""
-
-    def __init__(self, flat: FlatModel, config: InnerConfig) -> None:
-        self._flat, self._config = flat, config
-        self._moments: tuple[Tensor, Tensor] | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        """As before the first step."""
-        config, parameters = self._config, self._flat.parameters
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        self._moments = None
-        if config.optimizer == "sgd":
-            self._torch: torch.optim.Optimizer = torch.optim.SGD(groups, lr=config.lr)
-            return
-        fused = True if self._flat.device.type == "cuda" else None
-        self._torch = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
-
-    def clip(self, limit: float) -> Tensor:
-        """Scale the gradients to at most that norm; 0 for no limit. The norm before."""
-        if limit:
-            return nn.utils.clip_grad_norm_(self._flat.parameters, limit)
-        grads = [p.grad for p in self._flat.parameters if p.grad is not None]
-        return nn.utils.get_total_norm(grads)
-
-    def step(self, lr: float) -> None:
-        if self._config.optimizer == "adamw" and self._moments is None:
-            self._make_moments()
-        for group in self._torch.param_groups:
-            group["lr"] = lr
-        self._torch.step()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Moments, fp32 [numel], and each tensor's count of steps, int64 [num_tensors]. {} before the first step."""
-        if self._moments is None:
-            return {}
-        counts = [int(self._torch.state[p]["step"]) for p in self._flat.parameters]
-        first, second = (moment.cpu() for moment in self._moments)
-        return {"exp_avg": first, "exp_avg_sq": second, "steps": torch.tensor(counts, dtype=torch.int64)}
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """CorruptError if the tensors are not those of this model and optimizer."""
-        expected: dict[str, tuple[torch.dtype, list[int]]] = {}
-        if tensors and self._config.optimizer == "adamw":
-            flat = (torch.float32, [self._flat.layout.numel])
-            expected = {"exp_avg": flat, "exp_avg_sq": flat, "steps": (torch.int64, [len(self._flat.parameters)])}
-        found = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
-        if found != expected:
-            raise CorruptError(
-                f"the inner optimizer's state holds {_named(found)} and must hold {_named(expected)}; start it afresh"
-            )
-        self.reset()
-        if not tensors:
-            return
-        first, second = self._make_moments()
-        first.copy_(tensors["exp_avg"])
-        second.copy_(tensors["exp_avg_sq"])
-        for parameter, count in zip(self._flat.parameters, tensors["steps"].tolist(), strict=True):
-            self._torch.state[parameter]["step"].fill_(count)
-
-    def _make_moments(self) -> tuple[Tensor, Tensor]:
-        first, second = torch.zeros_like(self._flat.vector), torch.zeros_like(self._flat.vector)
-        self._moments = (first, second)
-        step_device = self._flat.device if self._flat.device.type == "cuda" else torch.device("cpu")
-        views = zip(self._flat.parameters, self._flat.views(first), self._flat.views(second), strict=True)
-        for parameter, exp_avg, exp_avg_sq in views:
-            step = torch.zeros((), dtype=torch.float32, device=step_device)
-            self._torch.state[parameter] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        return first, second
-
-
 def _read_shape(spec: RunSpec) -> tuple[Layout, int]:
     """Layout and size of the vocabulary, as the coordinator sent them. ModelError if they are none."""
     vocab_size = spec.model_config_json.get("vocab_size")
@@ -366,10 +324,6 @@ def _num_tokens(batch: Tensor) -> int:
     return batch.shape[0] * (batch.shape[1] - 1)
 
 
-def _named(tensors: Mapping[str, tuple[torch.dtype, list[int]]]) -> str:
-    return ", ".join(f"{name[:50]} {shape}" for name, (_, shape) in sorted(tensors.items())[:5]) or "nothing"
-
-
 def _check_memory(
     spec: RunSpec, layout: Layout, device: torch.device, precision: str, *, max_memory_bytes: int, hardware: Hardware
 ) -> None:
@@ -380,6 +334,8 @@ def _check_memory(
         seq_len=spec.seq_len,
         optimizer=spec.inner.optimizer,
         precision=precision,
+        weights=spec.inner.weights,
+        checkpoints_activations=spec.inner.checkpoint_activations,
         max_logits_bytes=max(MAX_WHOLE_BYTES, CHUNK_BYTES),
     )
     free, _ = free_and_total_memory(device, hardware=hardware)

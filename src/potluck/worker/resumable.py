@@ -92,8 +92,15 @@ class ResumableReplica:
             self._theta = theta
             if self._found is None:
                 self._replica.load(theta)
+            else:
+                self._replica.begins_from(theta)
             return
         self._otherwise().load(theta)
+
+    def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
+        """Before the first step it is made again as it was."""
+        replica = self._replica if not self._steps else self._otherwise()
+        replica.steer(anchor=anchor, pull=pull, shift=shift)
 
     def train_step(self, *, progress: float) -> Step:
         if self._theta is None or not self.is_plain:  # it goes on from parameters that no snapshot tells of

@@ -145,7 +145,7 @@ def _digest(facts: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     hasher = Hasher()
     hasher.update(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(tensors):
-        hasher.update(tensors[name].contiguous().numpy().reshape(-1).view("u1").data)
+        hasher.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return hasher.digest()
 
 

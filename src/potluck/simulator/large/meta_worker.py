@@ -99,6 +99,9 @@ class CountingReplica:
     def params(self) -> Vector:
         return without_values(self.layout)
 
+    def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
+        pass
+
     def train_step(self, *, progress: float) -> Step:
         self.flops += self._step
         self.num_steps += 1

@@ -260,6 +260,7 @@ def _too_small(plan: Plan, fleet: Sequence[Machine]) -> set[WorkerId]:
     need = training_memory(
         ModelDims.of(plan.spec.model_config_json, plan.layout.numel), batch_size=plan.spec.inner.batch_size,
         seq_len=plan.spec.seq_len, optimizer=plan.spec.inner.optimizer, precision=plan.spec.precision,
+        weights=plan.spec.inner.weights, checkpoints_activations=plan.spec.inner.checkpoint_activations,
         max_logits_bytes=logits_bytes,
     )  # fmt: skip
     return {m.id for m in fleet if m.memory_bytes < need.device_bytes}

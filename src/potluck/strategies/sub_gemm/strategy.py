@@ -28,7 +28,7 @@ from potluck.strategies.sub_gemm.head import HeadConfig, HeadModel
 from potluck.strategies.sub_gemm.multiply import SpreadConfig, SpreadMultiplier
 from potluck.strategies.sub_gemm.tally import Tally
 from potluck.strategies.sub_gemm.tile import multiply, needed_bytes
-from potluck.strategies.sync_sgd import SyncSGDState, clip_scale, step
+from potluck.strategies.sync_sgd import SyncSGDState, check_optimizer, clip_scale, step
 from potluck.strategies.task import Result, task
 from potluck.types.errors import InvalidUpdate, NotFinite, RoundFailed
 from potluck.types.ids import WorkerId
@@ -80,6 +80,7 @@ class SubGEMM:  # the half that runs on the head
         self._multiplier: SpreadMultiplier | None = None  # what it knows of the devices outlives a step
 
     def init(self, run: RunFacts) -> SyncSGDState:
+        check_optimizer(run.inner, "sub_gemm")
         return SyncSGDState(params=run.initial, first_moment=run.zeros, second_moment=run.zeros)
 
     async def run_round(self, state: SyncSGDState, fleet: Fleet) -> SyncSGDState:

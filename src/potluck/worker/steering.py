@@ -1,0 +1,44 @@
+"""What a method adds to the gradients of a task's steps: a pull to where it began, a shift that is always the same.
+
+    g <- clip(g + pull (w - anchor)) + shift
+
+Both are read slice by slice from where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from potluck.models.flat import FlatModel
+from potluck.types.vector import Vector, slice_numel
+
+
+class Steering:
+    """`anchor` and `shift` are as long as the model. Used between a backward pass and the optimizer's step."""
+
+    def __init__(self, flat: FlatModel, *, anchor: Vector | None, pull: float, shift: Vector | None) -> None:
+        self._flat, self._anchor, self._pull, self._shift = flat, anchor, pull, shift
+
+    def before_clipping(self) -> None:
+        anchor, flat = self._anchor, self._flat
+        if anchor is None or not self._pull:
+            return
+        self._add(lambda a, b: (flat.vector[a:b] - anchor.read(a, b).to(flat.device)).mul_(self._pull))
+
+    def after_clipping(self) -> None:
+        shift, flat = self._shift, self._flat
+        if shift is not None:
+            self._add(lambda a, b: shift.read(a, b).to(flat.device))
+
+    def _add(self, read: Callable[[int, int], Tensor]) -> None:
+        with torch.no_grad():
+            for spec, parameter in zip(self._flat.layout, self._flat.parameters, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                grad = parameter.grad.view(-1)
+                for start in range(0, spec.numel, slice_numel):
+                    stop = min(start + slice_numel, spec.numel)
+                    grad[start:stop] += read(spec.offset + start, spec.offset + stop)
