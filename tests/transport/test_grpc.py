@@ -524,3 +524,20 @@ def test_a_connection_to_the_enrol_port_that_asks_nothing_is_ended(monkeypatch):
         await server.stop()
 
     asyncio.run(main())
+
+
+def test_a_first_message_does_not_wait_for_a_connection_that_was_closed():
+    """The other side accepts the connection and says nothing, so the stream has not begun."""
+
+    async def main():
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            connection = GrpcConnection(f"127.0.0.1:{silent.getsockname()[1]}", TestAuthority().client("w1"))
+            channel = await connection.open("PutObject")
+            sending = asyncio.ensure_future(channel.send(b"x"))
+            await asyncio.sleep(0.2)
+            await connection.close()
+            with pytest.raises(ConnectionLost):
+                await asyncio.wait_for(sending, 10)
+            await channel.close()
+
+    asyncio.run(main())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from typing import TypeAlias
+from weakref import WeakSet
 
 import grpc
 
@@ -52,6 +53,7 @@ class GrpcConnection:
         self.address, self._identity = address, identity
         self._metadata = (("potluck-id", insecure_as.id), ("potluck-role", insecure_as.role)) if insecure_as else ()
         self._channels: dict[bool, grpc.aio.Channel] = {}  # by whether it is for bulk
+        self._ends: WeakSet[_WorkerEnd] = WeakSet()
         self._traffic = Traffic()
         self._closed = False
 
@@ -80,7 +82,9 @@ class GrpcConnection:
         call = self._channel(bulk=method in BULK_STREAMS).stream_stream(f"/{SERVICE_NAME}/{method}")(
             metadata=self._metadata
         )
-        return _WorkerEnd(call, method, self.address, self._traffic)
+        end = _WorkerEnd(call, method, self.address, self._traffic)
+        self._ends.add(end)
+        return end
 
     async def close(self) -> None:
         """Every stream and call still open is lost."""
@@ -89,6 +93,8 @@ class GrpcConnection:
         self._channels.clear()
         for channel in channels:
             await channel.close()
+        for end in list(self._ends):
+            end.gone.set()
 
     def _channel(self, *, bulk: bool) -> grpc.aio.Channel:
         if self._closed:
@@ -113,8 +119,11 @@ class _WorkerEnd:
         self._closed = False
         self._over = asyncio.Event()  # the coordinator's word on the call is here
         self._error: grpc.aio.AioRpcError | None = None  # and is this; None for good order
+        self.gone = asyncio.Event()  # nothing more becomes of the call
+        self._has_begun = False
         call.add_done_callback(self._note_status)
         call.add_done_callback(lambda _: self._writer.close())
+        call.add_done_callback(lambda _: self.gone.set())
 
     async def send(self, message: bytes) -> None:
         check_size(self._method, len(message), up=True)
@@ -165,12 +174,30 @@ class _WorkerEnd:
 
     async def _write(self, message: bytes) -> Outcome:
         try:
+            if not self._has_begun:
+                return await self._write_first(message)
             await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return await self._lost()
         except asyncio.CancelledError:
             return ConnectionLost("the stream is closed")
         return None
+
+    async def _write_first(self, message: bytes) -> Outcome:
+        """gRPC lets a first write wait for ever where the call ends before its headers were sent."""
+        writing, ending = asyncio.ensure_future(self._call.write(message)), asyncio.ensure_future(self.gone.wait())
+        try:
+            await asyncio.wait({writing, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                await asyncio.wait({writing}, timeout=reason_wait_s)
+            if not writing.done():
+                return ConnectionLost("the connection was closed before the stream had begun")
+            await writing
+            self._has_begun = True
+            return None
+        finally:
+            writing.cancel()
+            ending.cancel()
 
     async def _lost(self) -> Exception:
         """Why a call that has ended did so."""
