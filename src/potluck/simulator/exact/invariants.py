@@ -478,7 +478,7 @@ class PlainHead:
 
 
 def _unplayed(key: str) -> Exception:
-    return NotImplementedError(f"{key}: only rounds of `call` and `apply` are recomputed; teach PlainFleet the verb")
+    return NotImplementedError(f"{key}: rounds with this verb are not recomputed; teach PlainFleet the verb")
 
 
 def plainly(round: Any) -> Any:

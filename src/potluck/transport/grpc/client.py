@@ -191,6 +191,8 @@ class _WorkerEnd:
             if not writing.done():
                 await asyncio.wait({writing}, timeout=reason_wait_s)
             if not writing.done():
+                if self._over.is_set():
+                    return await self._lost()
                 return ConnectionLost("the connection was closed before the stream had begun")
             await writing
             self._has_begun = True
