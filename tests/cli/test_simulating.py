@@ -62,7 +62,8 @@ def test_fuzz_says_what_it_played() -> None:
 @pytest.mark.parametrize("name", list(shipped_fleets()))
 def test_shipped_fleets_load(name: str) -> None:
     fleet = load_fleet(name)
-    assert fleet.num_devices == {"home": 4, "campus": 42, "hospitals": 5, "volunteers": 4000, "edge": 256}[name]
+    sizes = {"home": 4, "campus": 42, "five_sites": 8, "hospitals": 5, "volunteers": 4000, "edge": 256}
+    assert fleet.num_devices == sizes[name]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_tiles_with_mistakes_are_told_in_one_sentence(tmp_path: Path) -> None:
     recipe.write_text(tiles_recipe)
     for arguments, sentence in (
         (("--devices", "8;6"), "--devices is '8;6' and must be numbers from 1 to 100,000"),
-        (("--faults", "1"), "--faults are not played for sub_gemm"),
+        (("--faults", "1"), "faults are not played for sub_gemm"),
         (("--set", "strategy.attention=true"), "set strategy.attention and strategy.checkpointing to false"),
     ):
         with pytest.raises(PotluckError, match=re.escape(sentence)):

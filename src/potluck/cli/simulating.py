@@ -67,13 +67,13 @@ def simulate_recipe(
     plan = sketch(load_recipe(recipe, list(overrides)))
     machines = load_fleet(fleet)
     if isinstance(plan.strategy, SubGEMM):
-        if faults_per_hour:
-            raise PotluckError("--faults are not played for sub_gemm, whose recovery is computed; leave them out")
+        if faults_per_hour or any(device.faults_per_hour for device in machines.devices):
+            raise PotluckError("faults are not played for sub_gemm, whose recovery is computed; leave them out")
         return simulate_tiles(plan, machines, sizes=sizes, seed=seed, picture=picture)
     if sizes:
         raise PotluckError(f"--devices is for sub_gemm and the strategy is {plan.spec.strategy}; change the fleet file")
     begun = time.monotonic()
-    print(f"playing {plan.spec.name} on {len(machines.devices):,} devices", file=sys.stderr, flush=True)
+    print(f"playing {plan.spec.name} on {machines.num_devices:,} machines", file=sys.stderr, flush=True)
     report = simulate_scale(
         plan,
         machines.devices,
@@ -81,7 +81,7 @@ def simulate_recipe(
         coordinator=CoordinatorMachine(
             up_bytes_per_s=machines.coordinator_up_bytes_per_s, down_bytes_per_s=machines.coordinator_down_bytes_per_s
         ),
-        faults=draw_faults(machines.devices, seed=seed, per_hour=faults_per_hour) if faults_per_hour else (),
+        faults=draw_faults(machines.devices, seed=seed, per_hour=faults_per_hour),
         told=_Progress(),
     )
     played = f"{format_rounds(report.num_rounds)} in {format_seconds(report.seconds)}"

@@ -62,6 +62,7 @@ Rate = Annotated[Quantity, AfterValidator(_within(0.01, 1e7)), BeforeValidator(_
 RoundTrip = Annotated[Quantity, AfterValidator(_within(0.0, 10_000.0)), BeforeValidator(_number)]
 Share = Annotated[Quantity, AfterValidator(_within(0.01, 1.0)), BeforeValidator(_number)]
 Power = Annotated[Quantity, AfterValidator(_within(0.0, 1e6)), BeforeValidator(_number)]
+FaultRate = Annotated[float, Field(ge=0.0, le=60.0), BeforeValidator(_number)]
 LinkRate = Annotated[float, Field(ge=0.01, le=1e7), BeforeValidator(_number)]
 
 
@@ -82,6 +83,7 @@ class DeviceClass(BaseModel):
     duty: Share = Field(default=1.0, description="share of its time in which its owner lets it work")
     idle_w: Power = Field(default=0.0, description="watts while it waits")
     busy_w: Power = Field(default=0.0, description="watts while it computes")
+    faults_per_hour: FaultRate = Field(default=0.0, description="of each machine, besides those of --faults")
 
     def device(self) -> Device:
         return Device(
@@ -95,6 +97,7 @@ class DeviceClass(BaseModel):
             duty=_range(self.duty, 1.0),
             idle_w=_range(self.idle_w, 1.0),
             busy_w=_range(self.busy_w, 1.0),
+            faults_per_hour=self.faults_per_hour,
         )
 
 

@@ -28,6 +28,7 @@ class Device:
     duty: Range = (1.0, 1.0)  # share of its time in which it computes for the run
     idle_w: Range = (0.0, 0.0)
     busy_w: Range = (0.0, 0.0)
+    faults_per_hour: float = 0.0  # of each machine, besides those that a simulation gives to all
 
 
 @dataclass(frozen=True, kw_only=True)

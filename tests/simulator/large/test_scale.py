@@ -208,6 +208,15 @@ def test_faults_are_drawn_in_the_order_of_time_and_every_device_recovers() -> No
     assert of_one[-1].at_s / len(of_one) == pytest.approx((1800 + 600) / 2, rel=0.1)
 
 
+def test_a_class_has_faults_of_its_own() -> None:
+    (device,) = fleet
+    flaky = [replace(device, name="calm", count=2), replace(device, name="flaky", count=1, faults_per_hour=2.0)]
+    drawn = list(islice(draw_faults(flaky, seed=5, per_hour=0.0), 2000))
+    assert {f.device for f in drawn} == {"flaky-1"}
+    assert drawn[-1].at_s / len(drawn) == pytest.approx((1800 + 600) / 2, rel=0.1)
+    assert not list(draw_faults([replace(device, name="calm")], seed=5, per_hour=0.0))
+
+
 def test_a_run_under_drawn_faults_ends(tmp_path: Path) -> None:
     problem = Problem(num_rounds=6, fleet=FleetConfig(min_workers=1, no_progress_s=600.0), validate=False)
     faults = draw_faults(fleet, seed=2, per_hour=30.0)

@@ -33,20 +33,23 @@ class DeviceFault:
 
 
 def draw_faults(devices: Sequence[Device], *, seed: int, per_hour: float) -> Iterator[DeviceFault]:
-    """Endless, in the order of time: each device dies, falls silent or slows down so many times an hour of being well.
+    """Endless, in the order of time: each device dies, falls silent or slows down so many times an hour of being well,
+    and as often as its class says besides.
 
     It is well again after ten minutes on average (exponentially distributed, as the time between faults).
     """
     chance = random.Random(f"{seed}/faults")
-    ids = [machine.id for machine in machines(devices, seed=seed)]
-    due = [(chance.expovariate(per_hour / 3600.0), number, False) for number in range(len(ids))]
+    own = {device.name: device.faults_per_hour for device in devices}
+    drawn = [(machine.id, (per_hour + own[machine.device]) / 3600.0) for machine in machines(devices, seed=seed)]
+    ids, rates = [id for id, _ in drawn], [rate for _, rate in drawn]
+    due = [(chance.expovariate(rate), number, False) for number, rate in enumerate(rates) if rate]
     heapq.heapify(due)
     kinds: tuple[FaultKind, ...] = ("crash", "silence", "slow")
     while due:
         at_s, number, is_ill = heapq.heappop(due)
         if is_ill:
             yield DeviceFault(at_s=at_s, device=ids[number], kind="return")
-            wait_s = chance.expovariate(per_hour / 3600.0)
+            wait_s = chance.expovariate(rates[number])
         else:
             factor = slowest_factor ** chance.random()
             yield DeviceFault(at_s=at_s, device=ids[number], kind=chance.choice(kinds), factor=factor)
