@@ -132,9 +132,9 @@ def play(bag: Bag, devices: Sequence[Played], seed: int = 0, *, most_s: float = 
     now, here = begin, tuple(d.info for d in devices if d.is_here(begin))
     while True:
         sent = bag.issue(here, now)
-        for d in devices:
-            for piece in [p for p in d.flying if not bag.is_wanted(p)]:
-                del d.flying[piece]  # withdrawn; its reply may come all the same
+        for piece in bag.dropped():
+            for d in devices:
+                d.flying.pop(piece, None)  # withdrawn; its reply may come all the same
         for id, piece in sent:
             d = by_id[id]
             assert d.is_here(now), f"{id} is not here"

@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import vector_to_parameters
 
+from potluck.aggregation.config import AggregationConfig
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.codecs.bundle import Bundle
 from potluck.coordinator.deck import Deck
+from potluck.coordinator.events import Event
 from potluck.coordinator.plan import CheckpointConfig, Plan, ValidationConfig
 from potluck.data.config import DataConfig, TokenizerConfig
 from potluck.data.prepare import PreparedData, prepare_shared
@@ -27,14 +33,18 @@ from potluck.fleet.config import FleetConfig
 from potluck.models.build import build
 from potluck.models.flat import FlatModel
 from potluck.optim.inner import InnerConfig
+from potluck.protocol import pb
 from potluck.simulator.exact.world import World
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import Budget, RunSpec
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
+from potluck.transport.memory import Link
 
 num_workers = 4
+most_validated = 256
+"""Sequences for a point of a curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +69,43 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Absence:
+    """A worker's process ends, and starts again later with its disk as it was. Seconds from the start."""
+
+    worker: int
+    at_s: float
+    away_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What a run is played under, besides its method. The last of `step_s` and of `links` is also for who follows."""
+
+    step_s: tuple[float, ...] = (1.0,)  # an inner step of each worker
+    links: tuple[Link, ...] = (Link(),)
+    absences: tuple[Absence, ...] = ()
+    deadlines: bool = False
+    balance: Literal["none", "time"] = "none"
+    aggregation: AggregationConfig = field(default_factory=AggregationConfig)
+    num_points: int = 0  # of the curve, evenly over the tokens
+
+    def of(self, worker: int) -> tuple[float, Link]:
+        """Its step in seconds, and its link."""
+        return self.step_s[min(worker, len(self.step_s) - 1)], self.links[min(worker, len(self.links) - 1)]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Of a curve."""
+
+    seconds: float
+    bytes_per_worker: float
+    loss: float
+
+
+@dataclass(frozen=True)
 class Trained:
-    """What one run ended with."""
+    """What one run ended with. Bytes are those of updates and versions but each worker's first; seconds, modelled."""
 
     params: Tensor
     loss: float
@@ -68,6 +113,10 @@ class Trained:
     tokens: int
     bytes_up_per_worker: float
     bytes_down_per_worker: float
+    seconds: float = 0.0
+    utilisation: float = 0.0  # share of the workers' time in which they train
+    counted_utilisation: float = 0.0  # of what a commit used
+    curve: tuple[Point, ...] = ()
 
     @property
     def bytes_per_worker(self) -> float:
@@ -77,14 +126,16 @@ class Trained:
 class Lab:
     """Prepared data and a way to train on it from any start."""
 
-    def __init__(self, setting: Setting, folder: Path, seed: int) -> None:
+    def __init__(self, setting: Setting, folder: Path, seed: int, *, cache_dir: Path | None = None) -> None:
         self.setting, self.folder, self.seed = setting, folder, seed
         config = DataConfig(
             shared="python-stdlib",
             seq_len=setting.seq_len,
             tokenizer=TokenizerConfig(train="bpe", vocab_size=setting.vocab_size),
         )
-        self.data: PreparedData = prepare_shared(config, seed=seed, base=folder, cache_dir=folder / "cache")
+        self.data: PreparedData = prepare_shared(
+            config, seed=seed, base=folder, cache_dir=cache_dir or folder / "cache"
+        )
         self._num_runs = 0
 
     def config_json(self) -> dict[str, Any]:
@@ -100,30 +151,46 @@ class Lab:
 
     def train(
         self, strategy: Strategy, initial: Tensor, *, workers: int, num_steps: int, lr: float, data_seed: int,
-        codecs: tuple[str, str] = ("fp32", "fp32"),
+        codecs: tuple[str, str] = ("fp32", "fp32"), inner: Mapping[str, Any] | None = None,
+        conditions: Conditions | None = None,
     ) -> Trained:  # fmt: skip
-        """`num_steps` inner steps of each worker. `codecs` are those up and down, as in the recipe."""
-        setting = self.setting
+        """`num_steps` inner steps of each worker. `codecs` are those up and down, as in the recipe; `inner` is more
+        of the recipe's section than the rate."""
+        setting, conditions = self.setting, conditions or Conditions()
         up, down = codecs
-        inner = InnerConfig(lr=lr, batch_size=setting.batch_size, warmup=0.05)
+        optimizer = InnerConfig.model_validate(
+            {"lr": lr, "batch_size": setting.batch_size, "warmup": 0.05, **(inner or {})}
+        )
         tokens = workers * num_steps * setting.batch_size * setting.seq_len
-        fleet = FleetConfig(min_workers=workers, no_progress_s=1e9, deadlines=False)
+        fleet = FleetConfig(
+            min_workers=workers - len({absence.worker for absence in conditions.absences}), no_progress_s=1e9,
+            deadlines=conditions.deadlines, balance=conditions.balance,
+        )  # fmt: skip
         flat = FlatModel(build(self.config_json(), seed=self.seed))
         spec = RunSpec(
             run_id="bench", name="bench", seed=data_seed, strategy=type(strategy).__name__,
-            model_config_json=self.config_json(), layout=flat.layout.to_json(), seq_len=setting.seq_len, inner=inner,
-            data_access="shared", heartbeat_s=fleet.heartbeat_s,
+            model_config_json=self.config_json(), layout=flat.layout.to_json(), seq_len=setting.seq_len,
+            inner=optimizer, data_access="shared", heartbeat_s=fleet.heartbeat_s,
         )  # fmt: skip
         plan = Plan(
             spec=spec, strategy=strategy, layout=flat.layout, initial=lambda: initial, budget=Budget(tokens=tokens),
             fleet=fleet, checkpoint=CheckpointConfig(every_rounds=1 << 20),
-            validation=ValidationConfig(every_rounds=0), up_codec=up, down_codec=down,
+            validation=ValidationConfig(every_rounds=0), aggregation=conditions.aggregation, up_codec=up,
+            down_codec=down,
         )  # fmt: skip
         self._num_runs += 1
         folder = self.folder / f"run-{self._num_runs}"
-        return run_virtual(self._play(plan, folder, workers))
+        return run_virtual(_Play(self, plan, folder, workers, conditions).play())
 
-    def _deck(self, plan: Plan) -> Callable[[ObjectStore], Deck]:
+    def held_out(self, most: int) -> Tensor:
+        """Sequences that nobody trains on, at most so many. [sequences, seq_len + 1]"""
+        rows: list[Tensor] = []
+        for shard in self.data.validation:
+            with Bundle.open(shard.path) as bundle:
+                rows.append(bundle.tensor("tokens").long())
+        return torch.cat(rows)[:most]
+
+    def deck(self, plan: Plan) -> Callable[[ObjectStore], Deck]:
         def make(objects: ObjectStore) -> Deck:
             for shard in (*self.data.shards, *self.data.validation):
                 objects.put(shard.path.read_bytes())
@@ -131,23 +198,86 @@ class Lab:
 
         return make
 
-    async def _play(self, plan: Plan, folder: Path, workers: int) -> Trained:
-        world = World(plan, self._deck(plan), folder, clock=VirtualClock(), make_executor=InlineExecutor)
+
+class _Play:
+    """One run on a virtual clock."""
+
+    def __init__(self, lab: Lab, plan: Plan, folder: Path, workers: int, conditions: Conditions) -> None:
+        self._conditions, self._tokens = conditions, plan.budget.tokens
+        self._names = [f"w{i + 1}" for i in range(workers)]
+        self._batch_size = lab.setting.batch_size
+        self._step_tokens = lab.setting.batch_size * lab.setting.seq_len
+        self._world = World(plan, lab.deck(plan), folder, clock=VirtualClock(), make_executor=InlineExecutor)
+        self._model, self._held_out = build(lab.config_json(), seed=lab.seed), lab.held_out(most_validated)
+        self._ended = 0.0  # the last commit
+        self._curve: list[Point] = []
+        self._trained: list[tuple[float, float]] = []  # when it began, and seconds
+        self._joined_bytes: dict[str, int] = {}  # that a worker had received when it began its first steps
+
+    async def play(self) -> Trained:
+        world, conditions = self._world, self._conditions
+        for i, name in enumerate(self._names):
+            step_s, link = conditions.of(i)
+            world.add(name, link=link, cost_s=self._cost(name, step_s))
+        world.on_event = self._heard
+        for absence in conditions.absences:
+            name = self._names[absence.worker]
+            world.later(absence.at_s, partial(world.kill_for, name, absence.away_s))
         await world.start()
-        for i in range(workers):
-            world.add(f"w{i + 1}", cost_s=lambda _: 1.0)
         state = await world.finish()
         assert world.last is not None
-        names = [f"w{i + 1}" for i in range(workers)]
         losses = world.last.losses
+        began, ended = self._began, self._ended
+        busy_s = sum(max(min(took_s, ended - at), 0.0) for at, took_s in self._trained)
+        given = {row["id"]: row["tokens"] for row in world.last.contributions()}
+        of_token_s = [self._conditions.of(i)[0] / self._step_tokens for i in range(len(self._names))]
+        counted_s = sum(given.get(name, 0) * each for name, each in zip(self._names, of_token_s, strict=True))
+        whole_s = len(self._names) * (ended - began)
         return Trained(
             params=world.last.params.read(state.params),
             loss=losses[max(losses)],
             first_loss=losses[0],
             tokens=state.tokens,
-            bytes_up_per_worker=sum(world.object_bytes_up.get(name, 0) for name in names) / workers,
-            bytes_down_per_worker=sum(world.object_bytes_down.get(name, 0) for name in names) / workers,
+            bytes_up_per_worker=self._mean_bytes(world.object_bytes_up),
+            bytes_down_per_worker=self._mean_bytes(world.object_bytes_down) - self._mean_bytes(self._joined_bytes),
+            seconds=ended - began,
+            utilisation=busy_s / whole_s,
+            counted_utilisation=counted_s / whole_s,
+            curve=tuple(self._curve),
         )
+
+    @property
+    def _began(self) -> float:
+        return min(at for at, _ in self._trained)
+
+    def _heard(self, event: Event) -> None:
+        """A point of the curve where one is due."""
+        run = self._world.run
+        if event.kind != "round" or run is None or run.state is None:
+            return
+        self._ended = self._world.clock.now()
+        num_due = self._conditions.num_points * run.state.tokens // self._tokens
+        if len(self._curve) >= num_due:
+            return
+        vector_to_parameters(run.params.read(run.state.params), self._model.parameters())
+        with torch.no_grad():
+            logits = self._model(input_ids=self._held_out[:, :-1]).logits
+        loss = cross_entropy(logits.flatten(0, 1), self._held_out[:, 1:].flatten())
+        sent = self._mean_bytes(self._world.object_bytes_up) + self._mean_bytes(self._world.object_bytes_down)
+        point = Point(self._ended - self._began, sent - self._mean_bytes(self._joined_bytes), float(loss))
+        self._curve.append(point)
+
+    def _cost(self, name: str, step_s: float) -> Callable[[pb.Lease], float]:
+        def cost_s(lease: pb.Lease) -> float:
+            took_s = step_s * lease.num_sequences / self._batch_size
+            self._trained.append((self._world.clock.now(), took_s))
+            self._joined_bytes.setdefault(name, self._world.object_bytes_down.get(name, 0))
+            return took_s
+
+        return cost_s
+
+    def _mean_bytes(self, counts: Mapping[str, int]) -> float:
+        return sum(counts.get(name, 0) for name in self._names) / len(self._names)
 
 
 def diloco(setting: Setting) -> Strategy:

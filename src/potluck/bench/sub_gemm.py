@@ -279,12 +279,17 @@ def checks(bench: _Bench, num_steps: int) -> dict[str, Any]:
     """What the head spends on checking tiles, of a step of 2,048 tokens on throttled links."""
     with bench.running(recipe(model=_wide(256), batch_size=32, num_tiles=2), is_throttled=True) as run:
         steps = measured(run, num_steps, warm=2)
+        ended = sorted(e["time"] for e in run.rounds())
+        first, last = ended[1], ended[1 + num_steps]
+        noted = _told(run, first, most=1_000_000)
+        cpu_s = sum(line["cpu_s"] for line in noted if line["what"] == "checked" and line["time"] <= last)
     return {
         "tiles_median": round(middle(steps, "tiles_issued")),
         "checks_s_median": round(middle(steps, "checks_s"), 4),
         "checks_gflop_median": round(middle(steps, "checks_flops") / 1e9, 3),
         "rows_again_median": round(middle(steps, "checks_rows_again")),
         "step_s_median": round(middle(steps, "step_s"), 3),
+        "cpu_percent_of_step": round(100 * cpu_s / (last - first), 2),
         "percent_of_step": round(100 * sum(s["checks_s"] for s in steps) / sum(s["step_s"] for s in steps), 2),
     }
 
@@ -337,10 +342,10 @@ def _recovery(run: RealRun, number: signal.Signals, noticed: str) -> tuple[float
     return (first - at, max(anew) - first) if anew else None
 
 
-def _told(run: RealRun, since: float) -> list[dict[str, Any]]:
-    """Whole lines of what `rig.tiles.watch` has noted."""
+def _told(run: RealRun, since: float, *, most: int = 4000) -> list[dict[str, Any]]:
+    """Whole lines of what `rig.tiles.watch` has noted, the latest so many."""
     lines = (run.folder / "tiles").read_text().splitlines(keepends=True)
-    return [x for x in (json.loads(line) for line in lines[-4000:] if line.endswith("\n")) if x["time"] >= since]
+    return [x for x in (json.loads(line) for line in lines[-most:] if line.endswith("\n")) if x["time"] >= since]
 
 
 def _hit(run: RealRun, name: str, number: signal.Signals) -> float:
@@ -361,5 +366,5 @@ def _of_hit(run: RealRun, at: float, noticed: str) -> list[dict[str, Any]]:
     """What was noted of the product that was hit, once it has ended; none before."""
     told = _told(run, at)
     hit = [line["product"] for line in told if line["what"] == noticed]
-    of_product = [line for line in told if hit and line["product"] == hit[0]]
+    of_product = [line for line in told if hit and line.get("product") == hit[0]]
     return of_product if any(line["what"] == "ended" for line in of_product) else []

@@ -11,6 +11,7 @@ devices, by one that knows how little room a strong device leaves to others. The
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -59,6 +60,7 @@ def bench_tiles(*, devices: int = 256, seeds: int = 5, worked: bool = False) -> 
     """Figures of each product and kind of fleet."""
     if worked:
         return _worked(devices)
+    gc.freeze()  # as the coordinator does
     figures: dict[str, float] = {"num_devices": devices, "num_seeds": seeds}
     for kind, make in fleets.items():
         for name, product in products.items():

@@ -242,7 +242,7 @@ class CoordinatorService:
         with spreader.stream(member) as lane:
             await first_of(
                 self._read_data(member, channel, lane), self._write_data(member, send), spreader.write(lane, send),
-                over.wait(),
+                spreader.judge(lane), over.wait(),
             )  # fmt: skip
 
     async def _read_data(self, member: Member, channel: Channel, lane: Lane) -> None:

@@ -71,6 +71,7 @@ class Flight:
     begun_at: float = 0.0  # when it began to be sent, 0 for not yet
     num_bytes: int = 0  # of its operands that were sent
     sends_all: bool = False  # a shard that it was thought to keep is missing there
+    is_answered: bool = False  # its reply is here, and nothing more of it is read
 
 
 @dataclass(eq=False)
@@ -80,6 +81,7 @@ class Lane:
     member: Member
     outbox: deque[Flight] = field(default_factory=deque[Flight])
     flights: dict[int, Flight] = field(default_factory=dict[int, Flight])
+    replies: deque[_Answer] = field(default_factory=deque["_Answer"])  # to be judged, one of a flight at most
     withdrawn: list[int] = field(default_factory=list[int])
     kept: set[str] = field(default_factory=set[str])  # in `scope`: names of another one are not asked for again
     scope: str = ""
@@ -87,11 +89,19 @@ class Lane:
     rests_since: float = -math.inf  # or rested no more
     num_good: int = 0  # replies since one was refused
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     def most_bytes(self, id: int) -> int:
         """That the reply to a piece may take; 0 where nobody waits for it."""
         flight = self.flights.get(id)
-        return most_reply_bytes(flight.piece) if flight is not None else 0
+        return most_reply_bytes(flight.piece) if flight is not None and not flight.is_answered else 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    flight: Flight
+    reply: PieceReply
+    at: float  # when all of it was here
 
 
 @dataclass(eq=False)
@@ -100,8 +110,9 @@ class Play:
 
     bag: Bag
     scope: str  # what names of values hold for
-    flights: set[Flight] = field(default_factory=set[Flight])
+    flights: dict[Piece, Flight] = field(default_factory=dict[Piece, Flight])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    look_over_at: float = -math.inf  # its flights: a worker may be gone, or silent by then
     error: BaseException | None = None
 
 
@@ -125,7 +136,7 @@ class Spreader:
         """Hand out the pieces of a bag until it is done. RoundFailed where the bag raises it."""
         play = Play(bag, scope)
         self._plays.add(play)
-        self._cached = None  # links are looked at anew for each bag
+        self._forget()  # links are looked at anew for each bag
         watching = asyncio.ensure_future(self._watch_roster(play))
         hope: Hope | None = None
         try:
@@ -148,23 +159,23 @@ class Spreader:
                 self.waits("")
             watching.cancel()
             self._plays.discard(play)
-            for flight in list(play.flights):
+            for flight in list(play.flights.values()):
                 self._withdraw(flight)
 
     def _step(self, play: Play) -> None:
+        """Its work grows with what happened, not with the fleet."""
         now = self._clock.now()
-        for flight in list(play.flights):
-            if reason := self._why_lost(flight.lane, now):
-                self._lose(flight, reason, now)
+        if now >= play.look_over_at:
+            self._look_over(play, now)
         if play.error is not None or play.bag.is_done:
             return
         here = self.here()
         if play.bag.needs_devices and not here:
             return
         issued = play.bag.issue(here, now)
-        for flight in list(play.flights):
-            if not play.bag.is_wanted(flight.piece):
-                self._withdraw(flight)
+        for piece in play.bag.dropped():
+            if piece in play.flights:
+                self._withdraw(play.flights[piece])
         for worker, piece in issued:
             lane = self._streams.get(worker)
             if lane is None:
@@ -172,16 +183,31 @@ class Spreader:
                 play.changed.set()
                 continue
             flight = Flight(next(self._ids), piece, play, lane)
-            play.flights.add(flight)
+            play.flights[piece] = flight
+            play.look_over_at = min(play.look_over_at, heard_until(lane.member, self._roster.config))
             lane.flights[flight.id] = flight
             lane.outbox.append(flight)
             lane.ready.set()
 
+    def _look_over(self, play: Play, now: float) -> None:
+        """Lose what workers have that are gone or silent, and note when the next one may have fallen silent."""
+        play.look_over_at = math.inf
+        for flight in list(play.flights.values()):
+            if reason := self._why_lost(flight.lane, now):
+                self._lose(flight, reason, now)
+        lanes = {flight.lane for flight in play.flights.values()}
+        heard = (heard_until(lane.member, self._roster.config) for lane in lanes)
+        play.look_over_at = min(heard, default=math.inf)
+
     def _look_at(self, play: Play) -> float:
         """When a worker that has a piece may have fallen silent, or the bag wants to be asked."""
-        members = {flight.lane.member.id: flight.lane.member for flight in play.flights}
-        silent = (heard_until(m, self._roster.config) for m in members.values())
-        return min([self._cached_until, play.bag.look_at(), *silent])
+        return min(self._cached_until, play.bag.look_at(), play.look_over_at)
+
+    def _forget(self) -> None:
+        """Who is here, and whether they still have what they were given."""
+        self._cached = None
+        for play in self._plays:
+            play.look_over_at = -math.inf
 
     async def _pause(self, play: Play, until: float) -> None:
         """Until something happens, or that time."""
@@ -193,7 +219,7 @@ class Spreader:
     async def _watch_roster(self, play: Play) -> None:
         while True:
             await self._roster.change()
-            self._cached = None
+            self._forget()
             play.changed.set()
 
     async def somebody(self) -> None:
@@ -262,7 +288,7 @@ class Spreader:
         return silence(member, now, self._roster.config)
 
     def _lose(self, flight: Flight, reason: str, now: float) -> None:
-        self._cached = None  # it may have fallen silent
+        self._forget()  # it may have fallen silent
         self._withdraw(flight)
         try:
             flight.play.bag.lose(flight.lane.member.id, flight.piece, reason, now)
@@ -272,7 +298,7 @@ class Spreader:
 
     def _withdraw(self, flight: Flight) -> None:
         lane = flight.lane
-        flight.play.flights.discard(flight)
+        flight.play.flights.pop(flight.piece, None)
         if lane.flights.pop(flight.id, None) is not None and flight.begun_at:
             lane.withdrawn.append(flight.id)
             lane.ready.set()
@@ -293,7 +319,7 @@ class Spreader:
             self._wake_all()
 
     def _wake_all(self) -> None:
-        self._cached = None
+        self._forget()
         for play in self._plays:
             play.changed.set()
 
@@ -363,7 +389,20 @@ class Spreader:
             raise self.malformed(lane, error) from error
         flight = lane.flights.get(reply.id)
         if flight is not None:
-            await self._judge(lane, flight, reply)
+            flight.is_answered = True
+            lane.replies.append(_Answer(flight, reply, self._clock.now()))
+            lane.answered.set()
+
+    async def judge(self, lane: Lane) -> None:
+        """Judge replies as they come, for as long as the stream lasts. Beside `read`: frames are timed as they come, so
+        reading must not wait for a check."""
+        while True:
+            lane.answered.clear()
+            while lane.replies:
+                answer = lane.replies.popleft()
+                if lane.flights.get(answer.flight.id) is answer.flight:
+                    await self._judge(lane, answer.flight, answer.reply, answer.at)
+            await lane.answered.wait()
 
     def malformed(self, lane: Lane, error: CorruptError) -> Refused:
         """What came on its stream cannot be read: a fault of the worker as a wrong result is, and its stream ends."""
@@ -385,22 +424,22 @@ class Spreader:
         if resting and lane.member.turned_down.is_over(now):
             self._turned_down(lane.member, "rested", now)
             self._wake_all()
-        elif lane.member.turned_down.is_over(now):
+        elif resting or lane.member.turned_down.is_over(now):
             self._wake_all()
 
     def _turned_down(self, member: Member, what: str, now: float) -> None:
         if length_s := member.turned_down.fault(now):
-            self._cached = None
+            self._forget()
             times = member.turned_down.num_faults
             self.refused(
                 member.id, f"{member.id} {what} once more ({times} times) and gets no piece for {length_s:.0f} s"
             )
 
-    async def _judge(self, lane: Lane, flight: Flight, reply: PieceReply) -> None:
-        member, play, now = lane.member, flight.play, self._clock.now()
+    async def _judge(self, lane: Lane, flight: Flight, reply: PieceReply, now: float) -> None:
+        member, play = lane.member, flight.play
         if reply.missing and not flight.sends_all:
             lane.kept.difference_update(f"{o.name}@{play.scope}" for o in flight.piece.operands.values())
-            flight.sends_all = True
+            flight.sends_all, flight.is_answered = True, False
             lane.outbox.append(flight)
             lane.ready.set()
             return
@@ -424,8 +463,11 @@ class Spreader:
             lane.num_good = 0
             self._blame(member, str(error), reason)
             return
-        except Exception as error:
+        except Exception as error:  # of this machine's own: it says nothing about the worker
             play.error = error
+            self._over(flight)
+            play.changed.set()
+            return
         member.failing = False
         member.turned_down.good()
         lane.num_good += 1
@@ -450,7 +492,7 @@ class Spreader:
     def _over(self, flight: Flight) -> None:
         """Its worker has nothing to do with it any more."""
         flight.lane.flights.pop(flight.id, None)
-        flight.play.flights.discard(flight)
+        flight.play.flights.pop(flight.piece, None)
 
 
 def _part(bundle: Packing | bytes, start: int) -> bytes | bytearray:

@@ -80,6 +80,6 @@ class Bag(Protocol):
         """The worker is gone, has failed, or its reply was refused. RoundFailed where that is hopeless."""
         ...
 
-    def is_wanted(self, piece: Piece) -> bool:
-        """Whether its reply would still be of use; a piece that is not is withdrawn."""
+    def dropped(self) -> Sequence[Piece]:
+        """Pieces whose replies have become of no use since this was asked last; they are withdrawn."""
         ...

@@ -152,7 +152,7 @@ def test_late_and_double_replies_do_not_count() -> None:
     here = tuple(d.info for d in devices)
     (first, piece), (second, other) = bag.issue(here, 0.0)
     bag.take(second, piece, answer(piece), 0.1)  # somebody else's
-    assert bag.is_wanted(piece) and bag.tally.num_ignored == 1
+    assert bag.tally.num_ignored == 1
     for at in (0.1, 0.2, 0.3):
         bag.take(first, piece, answer(piece), at)
     bag.take(second, piece, {"c": torch.zeros(8, 4)}, 0.4)  # not even its own
@@ -161,7 +161,6 @@ def test_late_and_double_replies_do_not_count() -> None:
     bag.take(second, other, answer(other), 0.6)
     assert not bag.is_done and bag.tally.num_ignored == 5
     ((_, again),) = bag.issue(here, 0.6)
-    assert not bag.is_wanted(other) and bag.is_wanted(again)
     bag.take(first, again, answer(again), 0.7)
     assert bag.is_done and torch.equal(bag.result(), product_of(product))
 
@@ -367,11 +366,11 @@ def test_a_late_reply_for_a_tile_that_was_cut_anew_counts_if_it_is_first() -> No
     for id, piece in sent.items():
         bag.take(id, piece, answer(piece), 0.6)
     parts = bag.issue(here, bag.look_at())
-    assert [id for id, _ in parts] == ["d1", "d2"] and bag.is_wanted(late)
+    assert [id for id, _ in parts] == ["d1", "d2"] and not bag.dropped()
     bag.take(*parts[0], answer(parts[0][1]), 5.0)
     assert not bag.is_done
     bag.take(devices[0].id, late, answer(late), 5.1)
-    assert bag.is_done and not bag.is_wanted(parts[1][1])
+    assert bag.is_done and parts[1][1] in bag.dropped() and not bag.dropped()
     assert torch.equal(bag.result(), product_of(product))
 
 

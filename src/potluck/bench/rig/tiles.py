@@ -21,6 +21,7 @@ from torch import Tensor
 
 from potluck.strategies.bag import Piece
 from potluck.strategies.fleet import WorkerInfo
+from potluck.strategies.sub_gemm import multiply as products
 from potluck.strategies.sub_gemm import strategy
 from potluck.strategies.sub_gemm.head import HeadModel
 from potluck.strategies.sub_gemm.tile_bag import TileBag
@@ -86,11 +87,11 @@ def keep_steps(folder: str) -> None:
 
 
 def watch(path: str) -> None:
-    """Note what bags do: tiles that are sent, late, lost and taken, and products that end.
+    """Note what bags do: tiles that are sent, late, lost, checked and taken, and products that end.
 
     A tile is "anew" if it overlaps one of its product that was sent before, or is another part of its sum.
     """
-    issue, take, lose, result = TileBag.issue, TileBag.take, TileBag.lose, TileBag.result
+    issue, take, lose, result, check = TileBag.issue, TileBag.take, TileBag.lose, TileBag.result, products.check_tile
     file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - as long as the process
     numbers: WeakKeyDictionary[TileBag, int] = WeakKeyDictionary()
     sent_before: dict[int, list[_Rectangle]] = {}
@@ -120,9 +121,9 @@ def watch(path: str) -> None:
         return sent
 
     def taken(bag: TileBag, worker: WorkerId, piece: Piece, reply: Mapping[str, Tensor], now: float) -> None:
-        is_wanted = bag.is_wanted(piece)
+        up_bytes = bag.tally.up_bytes[worker]
         take(bag, worker, piece, reply, now)
-        if is_wanted:
+        if bag.tally.up_bytes[worker] > up_bytes:  # of use; a worker's replies are taken one after the other
             note(bag, "taken", worker=worker, is_anew=piece in anew)
 
     def lost(bag: TileBag, worker: WorkerId, piece: Piece, reason: str, now: float) -> None:
@@ -136,7 +137,15 @@ def watch(path: str) -> None:
         anew.clear()
         return values
 
+    def checked(*matrices: Tensor, **how: Any) -> Any:
+        begun = time.thread_time()
+        done = check(*matrices, **how)
+        cpu_s = time.thread_time() - begun
+        file.write(json.dumps({"time": time.time(), "what": "checked", "cpu_s": cpu_s}) + "\n")
+        return done
+
     _replace(TileBag, issue=issued, take=taken, lose=lost, result=ended)
+    _replace(products, check_tile=checked)
 
 
 class _Rectangle(NamedTuple):
@@ -154,6 +163,6 @@ def _rectangle(piece: Piece) -> _Rectangle:
     return _Rectangle(*map(int, re.findall(r"\d+", piece.label.rpartition("[")[2])))
 
 
-def _replace(target: type, **methods: Callable[..., Any]) -> None:
+def _replace(target: object, **methods: Callable[..., Any]) -> None:
     for name, method in methods.items():
         setattr(target, name, method)

@@ -55,6 +55,8 @@ patience, least_patience_s = 16.0, 30.0
 """Predictions, and seconds, after which a tile is given up on that was to be back after one."""
 least_copy_gain, least_head_gain = 0.25, 0.5
 """Of what is left to wait: a copy that saves less is not worth its bytes, nor the head's work."""
+most_at_once = 256
+"""Tiles that one call places or hands out: a fleet asks on its event loop, and asks again at once."""
 most_lane_failures = 3
 """A device that failed so often gets nothing more of this product."""
 
@@ -91,7 +93,9 @@ class TileBag:
         self._orphans: deque[Tile] = deque()
         self._lost: list[tuple[Flight, str]] = []
         self._flights: dict[Piece, Flight] = {}
+        self._dropped: list[Piece] = []
         self._awake: dict[Lane, None] = {}  # to be looked at: something about it changed
+        self._is_cut_short = False  # `issue` has more than `most_at_once` to do
         self._num_landing = 0
         self._weigh_below = math.inf  # an open volume at which the head is to be weighed against the devices
         self._order = count()
@@ -114,6 +118,9 @@ class TileBag:
     def issue(self, here: Sequence[WorkerInfo], now: float) -> Sequence[tuple[WorkerId, Piece]]:
         with self._lock:
             is_first = self._meet(tuple(here), now)
+            self._is_cut_short = bool(self._planned)
+            if self._is_cut_short:
+                return []
             self._look_for_late(now)
             self._look_at_alone(now)
             self._settle()
@@ -133,13 +140,16 @@ class TileBag:
 
     def look_at(self) -> float:
         with self._lock:
+            if self._is_cut_short:
+                return -math.inf
             while self._due and not self._is_live(self._due[0][2]):
                 heapq.heappop(self._due)
             return min(self._due[0][0] if self._due else math.inf, self._alone[0][0] if self._alone else math.inf)
 
-    def is_wanted(self, piece: Piece) -> bool:
+    def dropped(self) -> Sequence[Piece]:
         with self._lock:
-            return piece in self._flights
+            dropped, self._dropped = self._dropped, []
+            return dropped
 
     # What a fleet tells
 
@@ -181,7 +191,7 @@ class TileBag:
         finally:
             with self._lock:
                 self._num_landing -= 1
-                self.ended_at = now
+                self.ended_at = max(now, self.ended_at)
 
     def lose(self, worker: WorkerId, piece: Piece, reason: str, now: float) -> None:
         with self._lock:
@@ -203,7 +213,7 @@ class TileBag:
     # Devices come and go
 
     def _meet(self, here: tuple[WorkerInfo, ...], now: float) -> bool:
-        """Take note of who is here. The first time, True, put the plan's tiles where they belong."""
+        """Take note of who is here, and put the plan's tiles where they belong. True once, when all of them are."""
         if here != self._here:
             gone = {worker.id for worker in self._here} - {worker.id for worker in here}
             for id in sorted(gone):
@@ -223,13 +233,14 @@ class TileBag:
             self._here = here
         if not self._planned:
             return False
-        self.began_at = now
-        for id, box in self._planned:
+        if math.isnan(self.began_at):
+            self.began_at = now
+        for id, box in self._planned[:most_at_once]:
             tile, lane = self._tree.add(box), self._lanes.get(id)
             if lane is None or lane.is_late or not self._place(tile, lane, now):
                 self._orphans.append(tile)
-        self._planned = []
-        return True
+        del self._planned[:most_at_once]
+        return not self._planned
 
     def _device(self, worker: WorkerInfo) -> TileDevice:
         """With the memory that it has for tiles."""
@@ -255,7 +266,7 @@ class TileBag:
             self._weigh_below = math.inf
             if waited_s > max(least_patience_s, patience * (flight.ends_at - flight.began_at)):
                 self._observe_late(flight, now)
-                self._ground(flight)
+                self._call_off(flight)
                 self._lost.append((flight, f"{lane.id} has not answered in {waited_s:.3g} s"))
                 continue
             heapq.heappush(self._due, (now + waited_s, next(self._order), flight))
@@ -318,13 +329,14 @@ class TileBag:
         """What is sent: to every device about which something has changed."""
         self._deal(now)
         sent: list[Flight] = []
-        while self._awake:
+        while self._awake and len(sent) < most_at_once:
             lane = next(iter(self._awake))
             del self._awake[lane]
             if lane.is_usable:
                 self._fill(lane, now, sent)
                 if lane.is_idle and (self._steal(lane, now) or self._copy(lane, now)):
                     self._fill(lane, now, sent)
+        self._is_cut_short = bool(self._awake)
         return sent
 
     def _deal(self, now: float) -> None:
@@ -486,7 +498,7 @@ class TileBag:
     def _leave_to_head(self, tile: Tile) -> None:
         self._tree.leave_to_head(tile)
         for flight in list(tile.flights):
-            self._ground(flight)
+            self._call_off(flight)
 
     def _hopeless(self, tile: Tile) -> None:
         if math.isinf(self._terms.head.s_per_flop):
@@ -503,7 +515,11 @@ class TileBag:
         for each in self._tree.close(tile):
             for flight in list(each.flights):
                 self._observe_late(flight, now)
-                self._ground(flight)
+                self._call_off(flight)
+
+    def _call_off(self, flight: Flight) -> None:
+        self._ground(flight)
+        self._dropped.append(flight.piece)
 
     def _ground(self, flight: Flight) -> None:
         lane = flight.lane
