@@ -5,13 +5,18 @@ exchange (all of the model up, and down again) take as long as the H inner steps
 so that a small machine can stand for several. Reported is the share of the time, from one commit to a later one, that
 the inner steps counted between them take at their pace: what a step takes beyond that counts as idle. Where rounds
 overlap, commits follow the steps by what is under way: measure many cycles, or a lag that shrinks looks like speed.
+
+The simulator plays the same run on machines of that pace and links of these rates; there the share is that of the whole
+run, its start and end included.
 """
 
 from __future__ import annotations
 
 import tempfile
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from potluck.bench.rig import paced
@@ -20,13 +25,21 @@ from potluck.bench.rig.wire import Way, WireLoop, wire_loop
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import flat_size
 from potluck.codecs.delta import WHOLE
+from potluck.coordinator.prepare import sketch
+from potluck.coordinator.recipe import parse_recipe
 from potluck.models.build import build, layout_of
+from potluck.planner.flops import step_work
+from potluck.planner.memory import ModelDims
+from potluck.simulator.fleets import Device
+from potluck.simulator.large.meta import CoordinatorMachine
+from potluck.simulator.large.scale import simulate_scale
 from potluck.types.params import Layout
 
 num_fragments = 4
 vocab_size, n_embd = 300, 64
 up_codec, down_codec = "int8", "bf16"
 patience_s = 600.0
+simulated_cycles = 50
 
 
 def bench_overlap(
@@ -71,10 +84,31 @@ def bench_overlap(
                 validation="every_rounds = 0",
             )
             (folder / "recipe.toml").write_text(recipe)
+            simulated = _simulated(recipe, workers, step_s, rate, per_cycle)
+            figures[f"simulated_{method}_busy"] = round(simulated, 4)
             seconds = _played(folder, loop, workers, rate, first, last)
             figures[f"{method}_busy"] = round((last - first) * steps_per_round * step_s / seconds, 4)
             told(f"{method}: workers are busy {figures[f'{method}_busy']:.1%} of the time")
     return figures
+
+
+def _simulated(recipe: str, workers: int, step_s: float, rate: float, per_cycle: int) -> float:
+    """The share of the run in which the workers compute."""
+    table = tomllib.loads(recipe)
+    given = table["strategy"]
+    given["name"] = "streaming_diloco" if "num_fragments" in given else "diloco"
+    del given["step_s"]
+    table["budget"]["rounds"] = simulated_cycles * per_cycle
+    plan = sketch(parse_recipe(table))
+    dims = ModelDims.of(plan.spec.model_config_json, plan.layout.numel)
+    num_tokens = plan.spec.inner.batch_size * plan.spec.seq_len
+    flops = step_work(dims, seq_len=plan.spec.seq_len, num_tokens=num_tokens).flops / step_s
+    device = Device(
+        name="worker", count=workers, flops=(flops, flops), up_bytes_per_s=(rate, rate), down_bytes_per_s=(rate, rate),
+        rtt_s=(0.02, 0.02),
+    )  # fmt: skip
+    report = simulate_scale(plan, [device], seed=1, coordinator=CoordinatorMachine())
+    return fmean(machine.utilisation for machine in report.devices)
 
 
 def _exchanged(layout: Layout) -> int:
