@@ -276,8 +276,13 @@ def split(bench: _Bench, num_steps: int) -> dict[str, Any]:
 
 
 def checks(bench: _Bench, num_steps: int) -> dict[str, Any]:
-    """What the head spends on checking tiles, of a step of 2,048 tokens on throttled links."""
-    with bench.running(recipe(model=_wide(256), batch_size=32, num_tiles=2), is_throttled=True) as run:
+    """What the head spends on checking tiles, of steps of 2,048 and 4,096 tokens on throttled links."""
+    sizes = {tokens: _checks(bench, num_steps, tokens) for tokens in (2048, 4096)}
+    return {f"{tokens}_tokens_{key}": value for tokens, found in sizes.items() for key, value in found.items()}
+
+
+def _checks(bench: _Bench, num_steps: int, tokens: int) -> dict[str, Any]:
+    with bench.running(recipe(model=_wide(256), batch_size=tokens // 64, num_tiles=2), is_throttled=True) as run:
         steps = measured(run, num_steps, warm=2)
         ended = sorted(e["time"] for e in run.rounds())
         first, last = ended[1], ended[1 + num_steps]

@@ -92,6 +92,7 @@ class StepLog:
     kinds: dict[ProductKind, KindLog] = field(default_factory=dict[ProductKind, KindLog])
     tally: Tally = field(default_factory=Tally)
     num_plans: int = 0
+    plans_s: float = 0.0  # before the first product
     checks_s: float = 0.0  # of the head, in threads beside the products, of tiles that were right
     checks_flops: float = 0.0
     checks_rows_again: int = 0  # rows of them that were multiplied again, in fp64
@@ -115,6 +116,7 @@ class StepLog:
             "num_products_offloaded": sum(log.num_offloaded for log in self.kinds.values()),
             "num_products_native": sum(log.num_native for log in self.kinds.values()),
             "num_plans": self.num_plans,
+            "plans_s": self.plans_s,
             **self.tally.metrics(),
         }
 
@@ -144,7 +146,9 @@ class SpreadMultiplier:
         self._desk, self.log = desk, StepLog()
         self._holdings.clear()
         self._plans.num_made = 0
-        self._plans.begin_step(self._here(desk), self.own.head)
+        here, begun_at = self._here(desk), desk.now()
+        self._plans.begin_step(here, self.own.head, desk.now)
+        self.log.plans_s = desk.now() - begun_at
 
     def __call__(self, product: Product) -> Tensor:
         assert self._desk is not None, "begin_step comes first"

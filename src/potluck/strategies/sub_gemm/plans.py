@@ -3,13 +3,15 @@
 A step asks for what the one before asked for. Until that is known, a product is planned when it comes, and its weight
 is kept if there is still memory for it. The fleet that plans were made for stands until a step begins with other
 devices, or speeds that have drifted; within a step only if many devices have come or gone, since a new plan has other
-shards and what devices hold would be worth nothing.
+shards and what devices hold would be worth nothing. Steps wait while plans are made, so for speeds alone that is done
+only where the last time was little of the time since.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,6 +33,8 @@ from potluck.types.ids import WorkerId
 wire_sizes = {"fp32": Sizes(down=4, up=4), "bf16": Sizes(down=2, up=2), "int8": Sizes(down=1, up=2, held=5)}
 drift_tolerance = 0.1
 """A plan is made anew at a step whose devices are faster or slower than it took them to be by more."""
+most_planning_share = 0.05
+"""Of the time since plans were made last, for making them anew with other speeds."""
 changed_share, changed_share_keeping = 0.02, 0.25
 """Of the devices that may come and go within a step before plans are made anew, without and with kept weights."""
 
@@ -54,16 +58,21 @@ class Plans:
         self._asked: Counter[_Key] = Counter()  # in this step
         self._plans: dict[_Key, Plan] = {}
         self._apart: dict[tuple[tuple[int, int, int], ProductKind, bool], Plan] = {}  # without a weight of their own
+        self._took_s, self._made_at = 0.0, -math.inf  # to plan for the fleet, the last time
         self._kept = np.zeros(0)  # bytes of weights, by device of the fleet
 
-    def begin_step(self, here: Sequence[WorkerInfo], head: Head) -> None:
+    def begin_step(self, here: Sequence[WorkerInfo], head: Head, now: Callable[[], float]) -> None:
         grown = {key: max(count, self._known.get(key, 0)) for key, count in self._asked.items()}
         is_known = all(self._known.get(key) == count for key, count in grown.items())
         self._known |= grown
         self._asked.clear()
-        has_changed = {w.id for w in here} != set(self.fleet) or self._times.drift(self.fleet, here) > drift_tolerance
+        has_changed, begun_at = {w.id for w in here} != set(self.fleet), now()
+        if not has_changed and self._took_s <= most_planning_share * (begun_at - self._made_at):
+            has_changed = self._times.drift(self.fleet, here) > drift_tolerance
         if has_changed or not is_known:
             self._plan_for(here, head)
+            self._made_at = now()
+            self._took_s = self._made_at - begun_at
 
     def of(self, product: Product, here: Sequence[WorkerInfo], head: Head) -> Plan:
         """ValueError for devices whose numbers are none."""
