@@ -61,6 +61,8 @@ def bench_tiles(*, devices: int = 256, seeds: int = 5, worked: bool = False) -> 
     if worked:
         return _worked(devices)
     gc.freeze()  # as the coordinator does
+    first_fleet = fleets["published"](devices, seed=0)
+    cheapest(next(iter(products.values())), first_fleet, options=options)  # loads what is compiled
     figures: dict[str, float] = {"num_devices": devices, "num_seeds": seeds}
     for kind, make in fleets.items():
         for name, product in products.items():
