@@ -244,14 +244,14 @@ def _wide(width: int, num_layers: int = 2) -> str:
 def caching(bench: _Bench, num_steps: int) -> dict[str, Any]:
     """Steps of four micro-batches, with parts of weights kept on devices over them and without, on throttled links."""
     found: dict[str, Any] = {}
-    means: dict[bool, dict[str, float]] = {}
+    medians: dict[bool, dict[str, float]] = {}
     for keeps in (False, True):
         text = recipe(model=_wide(384, num_layers=1), batch_size=1, accumulation=4, num_tiles=2, keep_weights=keeps)
         with bench.running(text, is_throttled=True) as run:
             steps = measured(run, num_steps)
             names = ("step_s", "offloaded_s", "tiles_down_bytes", "tiles_up_bytes")
-            means[keeps] = {name: statistics.mean(s[name] for s in steps) for name in names}
-    for name, with_, without in ((n, means[True][n], means[False][n]) for n in means[True]):
+            medians[keeps] = {name: middle(steps, name) for name in names}
+    for name, with_, without in ((n, medians[True][n], medians[False][n]) for n in medians[True]):
         found |= {f"{name}_kept": round(with_, 3), f"{name}_not_kept": round(without, 3)}
         found[f"{name}_percent"] = round(100 * with_ / without, 1)
     return found
