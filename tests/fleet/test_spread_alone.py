@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,17 +56,6 @@ class Taken:
         return doomed
 
 
-class SlowExecutor:
-    """Work takes a second."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
-
-    async def run(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        await self._clock.sleep(1.0)
-        return work(*arguments)
-
-
 def reply(lane: Lane, id: int) -> tuple[dict[str, Any], memoryview]:
     bundle = pack_tensors({"c": torch.ones(2, 2)})
     head = {"piece": id, "offset": 0, "total": len(bundle), "seconds": 0.1, "down": [0, 0.0]}
@@ -91,10 +80,10 @@ def test_what_a_reply_costs_does_not_grow_with_the_fleet() -> None:
         spreader, bag, count = Spreader(roster, clock, InlineExecutor()), Taken(4), 0
         why_lost = spreader._why_lost  # pyright: ignore[reportPrivateUsage]
 
-        def counted(*given: Any) -> str:
+        def counted(lane: Lane, now: float) -> str:
             nonlocal count
             count += 1
-            return why_lost(*given)
+            return why_lost(lane, now)
 
         spreader._why_lost = counted  # pyright: ignore[reportPrivateUsage]
         members = [worker(roster, i, clock) for i in range(num_workers)]
@@ -126,7 +115,7 @@ def test_what_a_reply_costs_does_not_grow_with_the_fleet() -> None:
 def test_replies_are_read_while_one_is_judged_and_a_second_one_for_a_piece_is_not() -> None:
     async def script() -> None:
         clock, roster = VirtualClock(), Roster(FleetConfig())
-        spreader, bag = Spreader(roster, clock, SlowExecutor(clock)), Taken(2)
+        spreader, bag = Spreader(roster, clock, InlineExecutor(lambda _: 1.0)), Taken(2)  # a check takes a second
         with spreader.stream(worker(roster, 1, clock)) as lane:
             spreading = asyncio.ensure_future(spreader.spread(bag, scope="1"))
             judging = asyncio.ensure_future(spreader.judge(lane))
