@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.codecs.bundle import pack_tensors
+from potluck.fleet import spread
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.roster import Roster
 from potluck.fleet.spread import Lane, Spreader
@@ -127,9 +129,58 @@ def test_replies_are_read_while_one_is_judged_and_a_second_one_for_a_piece_is_no
                 await clock.sleep(began + at - clock.now())
                 await answer(spreader, lane, id)
             assert clock.now() - began < 0.5 and not bag.taken  # none has waited for a check
-            assert len(lane.replies) == 1
+            assert len(lane.replies) == 2  # one of each
             await spreading
             judging.cancel()
         assert [round(at - began, 6) for _, at in bag.taken] == [0.0, 0.1]  # as they came, however long checks take
+
+    run_virtual(script())
+
+
+def test_replies_that_wait_for_their_check_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more than there is room for is held, and the stream is read no further until one was judged."""
+    monkeypatch.setattr(spread, "most_unjudged_bytes", 1)
+
+    async def script() -> None:
+        clock, roster = VirtualClock(), Roster(FleetConfig())
+        spreader, bag = Spreader(roster, clock, InlineExecutor(lambda _: 1.0)), Taken(3)
+        with spreader.stream(worker(roster, 1, clock)) as lane:
+            spreading = asyncio.ensure_future(spreader.spread(bag, scope="1"))
+            judging = asyncio.ensure_future(spreader.judge(lane))
+            while not lane.flights:
+                await asyncio.sleep(0)
+            began = clock.now()
+            for id in list(lane.flights):
+                await answer(spreader, lane, id)
+                assert len(lane.replies) <= 1
+            assert clock.now() - began >= 2.0
+            await spreading
+            judging.cancel()
+        assert len(bag.taken) == 3
+
+    run_virtual(script())
+
+
+def test_a_stream_that_ends_gives_the_room_of_its_replies_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread, "most_unjudged_bytes", 1)
+
+    async def script() -> None:
+        clock, roster = VirtualClock(), Roster(FleetConfig())
+        spreader, bag = Spreader(roster, clock, InlineExecutor()), Taken(1)
+        other = spreader.stream(worker(roster, 2, clock))
+        with other as stays:
+            with spreader.stream(worker(roster, 1, clock)) as gone:
+                spreading = asyncio.ensure_future(spreader.spread(bag, scope="1"))
+                while not (gone.flights and stays.flights):
+                    await asyncio.sleep(0)
+                first = asyncio.ensure_future(answer(spreader, gone, next(iter(gone.flights))))
+                second = asyncio.ensure_future(answer(spreader, stays, next(iter(stays.flights))))
+                await clock.sleep(0.1)
+                assert not first.done() and not second.done()
+                spreading.cancel()
+            judging = asyncio.ensure_future(spreader.judge(stays))
+            await second
+            judging.cancel()
+            first.cancel()
 
     run_virtual(script())

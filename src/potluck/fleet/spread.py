@@ -30,6 +30,7 @@ from potluck.planner.link import LinkMeter
 from potluck.strategies.bag import Bag, Piece
 from potluck.strategies.fleet import WorkerInfo
 from potluck.transport.pieces import (
+    FRAME_BYTES,
     PieceJoiner,
     PieceReply,
     PieceRequest,
@@ -45,8 +46,10 @@ head_room_bytes = 1 << 16
 max_reply_bytes = 1 << 31
 least_heard_bytes, most_bytes_per_s = 1 << 16, 1e11
 """Fewer tell more of the noise than of the link."""
-packed_bytes = 1 << 20
-"""Of a request at a time: what is not sent yet is nowhere twice."""
+packed_bytes, most_packed_bytes = 1 << 20, 256 << 20
+"""Of a request at a time, and of those to all workers: what is not sent yet is nowhere twice."""
+most_unjudged_bytes = 256 << 20
+"""Of replies that wait for their check; with more nothing is read, and the links hold back."""
 MAX_ERROR_LENGTH = 300
 MAX_REASONS = 3
 good_in_a_row = 256
@@ -128,6 +131,8 @@ class Spreader:
         self.waits: Callable[[str], None] = lambda _text: None  # hears what is waited for, and "" when that is over
         self._cached: tuple[WorkerInfo, ...] | None = None  # who is here, until somebody comes, goes or changes
         self._cached_until = math.inf  # or is no longer left alone
+        self._unjudged_bytes = 0
+        self._judged = asyncio.Event()
         self.refused: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears of faults of a worker
 
     # What a strategy asks
@@ -314,6 +319,8 @@ class Spreader:
         try:
             yield lane
         finally:
+            while lane.replies:
+                self._forget_reply(lane)
             if self._streams.get(member.id) is lane:
                 del self._streams[member.id]
             self._wake_all()
@@ -358,9 +365,10 @@ class Spreader:
             kept=kept,
             memory_bytes=piece.memory_bytes,
         )
-        for start in range(0, max(len(bundle), 1), packed_bytes):
+        part_bytes = min(packed_bytes, max(most_packed_bytes // len(self._streams) // FRAME_BYTES, 1) * FRAME_BYTES)
+        for start in range(0, max(len(bundle), 1), part_bytes):
             try:
-                part = await self._transfers.run(_part, bundle, start)
+                part = await self._transfers.run(_part, bundle, start, part_bytes)
             except Exception as error:  # of this machine's own numbers: no fault of the worker's
                 flight.play.error = error
                 flight.play.changed.set()
@@ -392,6 +400,10 @@ class Spreader:
             flight.is_answered = True
             lane.replies.append(_Answer(flight, reply, self._clock.now()))
             lane.answered.set()
+            self._unjudged_bytes += len(reply.bundle)
+            while self._unjudged_bytes > most_unjudged_bytes:
+                self._judged.clear()
+                await self._judged.wait()
 
     async def judge(self, lane: Lane) -> None:
         """Judge replies as they come, for as long as the stream lasts. Beside `read`: frames are timed as they come, so
@@ -399,10 +411,15 @@ class Spreader:
         while True:
             lane.answered.clear()
             while lane.replies:
-                answer = lane.replies.popleft()
+                answer = lane.replies[0]
                 if lane.flights.get(answer.flight.id) is answer.flight:
                     await self._judge(lane, answer.flight, answer.reply, answer.at)
+                self._forget_reply(lane)
             await lane.answered.wait()
+
+    def _forget_reply(self, lane: Lane) -> None:
+        self._unjudged_bytes -= len(lane.replies.popleft().reply.bundle)
+        self._judged.set()
 
     def malformed(self, lane: Lane, error: CorruptError) -> Refused:
         """What came on its stream cannot be read: a fault of the worker as a wrong result is, and its stream ends."""
@@ -495,8 +512,8 @@ class Spreader:
         flight.play.flights.pop(flight.piece, None)
 
 
-def _part(bundle: Packing | bytes, start: int) -> bytes | bytearray:
-    return bundle[start : start + packed_bytes]
+def _part(bundle: Packing | bytes, start: int, num_bytes: int) -> bytes | bytearray:
+    return bundle[start : start + num_bytes]
 
 
 def _packing(tensors: Mapping[str, Tensor], wire: str) -> Packing | bytes:
