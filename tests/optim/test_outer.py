@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from potluck.optim.outer import adamw, axpy, decay_mask, delayed_nesterov, nesterov, sgd
+from potluck.optim.outer import adamw, axpy, delayed_nesterov, nesterov, sgd
 from potluck.types.params import Layout
 
 layout = Layout.of([("w", (11, 13)), ("b", (11,)), ("s", ()), ("v", (3, 5, 7)), ("n", (9,))])
@@ -110,10 +110,11 @@ def test_axpy() -> None:
 
 
 def test_decay_is_for_matrices_only() -> None:
-    expected = torch.cat([torch.full((t.numel,), len(t.shape) >= 2) for t in layout])
-    assert torch.equal(decay_mask(layout, 0, layout.numel), expected)
-    for offset, numel in [(0, 1), (100, 100), (143, 12), (150, 110), (layout.numel, 0)]:
-        assert torch.equal(decay_mask(layout, offset, numel), expected[offset : offset + numel])
+    expected = torch.cat([torch.full((t.numel,), 0.0 if len(t.shape) >= 2 else 1.0) for t in layout])
+    for offset, numel in [(0, layout.numel), (0, 1), (100, 100), (143, 12), (150, 110), (layout.numel, 0)]:
+        ones, still = torch.ones(numel), torch.zeros(numel)
+        (theta,) = sgd(ones, still, lr=1.0, weight_decay=1.0, layout=layout, offset=offset)
+        assert torch.equal(theta, expected[offset : offset + numel])
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.4, 1.0])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from models.families import gpt2, llama
 
-from potluck.planner.memory import ModelDims, TrainingMemory, check_fits, kept_bytes, layer_memory, training_memory
+from potluck.planner.memory import ModelDims, TrainingMemory, check_fits, kept_bytes, training_memory
 
 GIB = 1 << 30
 big_gpt2 = gpt2(n_embd=512, n_head=8, n_layer=6, vocab_size=4096)
@@ -128,17 +128,13 @@ def test_dimensions_are_read_under_their_family_names() -> None:
     )
 
 
-def test_a_layer_held_alone_by_hand() -> None:
+def test_what_a_layer_keeps_by_hand() -> None:
     dims = ModelDims(
         num_params=1, num_layers=1, hidden_dim=10, ff_dim=20, vocab_size=8, is_gated=False, num_heads=2, head_dim=5
     )
     kept = (8.5 * 10 + 5.2 * 20) * 4
     assert kept_bytes(dims, "fp32") == pytest.approx(kept)
     assert kept_bytes(dims, "bf16-mixed") == pytest.approx(0.7 * kept)
-    assert kept_bytes(dims, "fp32", attention_len=100) == pytest.approx(kept + 4 * 2 * 100)  # a weight a head and key
-    assert layer_memory(dims, params=1000, num_tokens=3) == pytest.approx(4 * 1000 * 4 + 3 * kept)
-    assert layer_memory(dims, params=1000, num_tokens=3, is_trained=False) == pytest.approx(4 * 1000 + 3 * kept)
-    assert layer_memory(dims, params=1000, num_tokens=0, num_moments=0) == 8000
 
 
 def test_what_does_not_fit_is_named_with_need_and_have() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from potluck.types.params import Layout
@@ -112,14 +111,6 @@ def adamw(
     step_size = lr / (1 - beta1**step)
     denominator = second_moment.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
     return theta.addcdiv_(first_moment, denominator, value=-step_size), first_moment, second_moment
-
-
-def decay_mask(layout: Layout, offset: int, numel: int) -> Tensor:
-    """Which elements of the slice weight decay applies to, bool [numel]."""
-    mask = torch.zeros(numel, dtype=torch.bool)
-    for low, high in _decayed(layout, offset, numel):
-        mask[low:high] = True
-    return mask
 
 
 def _decay(theta: Tensor, factor: float, layout: Layout, offset: int) -> None:

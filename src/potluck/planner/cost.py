@@ -20,10 +20,9 @@ from itertools import combinations
 
 import numpy as np
 
-from potluck.planner.flops import Work, forward_flops
-from potluck.planner.memory import ModelDims
+from potluck.planner.flops import Work
 from potluck.types.ids import WorkerId
-from potluck.types.profile import DeviceProfile, LinkRates, Speeds
+from potluck.types.profile import DeviceProfile, Speeds
 
 correction_power = 0.3
 largest_correction = 1e3
@@ -44,13 +43,6 @@ class OpCost:
 
     def seconds(self, *, flops: float = 0.0, num_bytes: float = 0.0, num_calls: int = 1) -> float:
         return self.s_per_flop * flops + self.s_per_byte * num_bytes + self.s_per_call * num_calls
-
-    def corrected(self, *, observed_s: float, predicted_s: float) -> OpCost:
-        """After a piece of work that took `observed_s`. What is no positive time changes nothing."""
-        factor = correction(observed_s=observed_s, predicted_s=predicted_s)
-        return OpCost(
-            s_per_flop=self.s_per_flop * factor, s_per_byte=self.s_per_byte * factor, s_per_call=self.s_per_call
-        )
 
 
 def correction(*, observed_s: float, predicted_s: float) -> float:
@@ -106,14 +98,6 @@ class DeviceCost:
     attention: OpCost
     elementwise: OpCost
     optimizer: OpCost
-
-    def product_s(self, m: int, n: int, q: int, *, num_calls: int = 1) -> float:
-        """C[m, q] = A[m, n] B[n, q], in so many calls: 2 m n q FLOPs."""
-        return self.gemm.seconds(flops=2.0 * m * n * q, num_calls=num_calls)
-
-    def attention_s(self, dims: ModelDims, *, seq_len: int, num_tokens: int, passes: float = 1.0) -> float:
-        """The products between activations of one layer; a backward pass counts as two, trained or not."""
-        return self.attention.seconds(flops=passes * forward_flops(dims, seq_len)[1] * num_tokens)
 
     def step_s(self, work: Work) -> float:
         """One inner step, one class after the other: nothing overlaps."""
@@ -203,51 +187,6 @@ def transfer_s(
         return math.inf
     travel_s = num_bytes * encoding.ratio * num_sharing / rate_bytes_per_s
     return rtt_s + travel_s + num_bytes * _inverse(encoding.bytes_per_s)
-
-
-def send_s(num_bytes: float, link: LinkRates, encoding: Encoding = plain) -> float:
-    return transfer_s(num_bytes, rate_bytes_per_s=link.up_bytes_per_s, rtt_s=link.rtt_s, encoding=encoding)
-
-
-def receive_s(num_bytes: float, link: LinkRates, encoding: Encoding = plain) -> float:
-    return transfer_s(num_bytes, rate_bytes_per_s=link.down_bytes_per_s, rtt_s=link.rtt_s, encoding=encoding)
-
-
-def shared_s(amounts: Sequence[float], rates: Sequence[float], capacity: float) -> tuple[float, ...]:
-    """When each of the transfers that start together ends, in seconds.
-
-    Transfer i moves `amounts[i]` bytes over a link of its own of `rates[i]` and over one that all share, such as the
-    coordinator's egress, of `capacity` bytes a second. The shared one is divided max-min fair, and anew whenever a
-    transfer ends.
-    """
-    ends = [0.0] * len(amounts)
-    left = {i: float(amount) for i, amount in enumerate(amounts) if amount > 0}
-    now = 0.0
-    while left:
-        given = _max_min([rates[i] for i in left], capacity)
-        lasting = {i: left[i] / rate if rate > 0 else math.inf for i, rate in zip(left, given, strict=True)}
-        passed = min(lasting.values())
-        if passed == math.inf:
-            for i in left:
-                ends[i] = math.inf
-            break
-        now += passed
-        for i, rate in zip(list(left), given, strict=True):
-            left[i] -= rate * passed
-            if lasting[i] <= passed * (1 + 1e-12):
-                ends[i] = now
-                del left[i]
-    return tuple(ends)
-
-
-def _max_min(rates: Sequence[float], capacity: float) -> list[float]:
-    """Nobody gets more than its own rate, and nobody less than another who wants no less."""
-    given = [0.0] * len(rates)
-    left = capacity
-    for position, i in enumerate(sorted(range(len(rates)), key=lambda i: rates[i])):
-        given[i] = min(rates[i], left / (len(rates) - position))
-        left -= given[i]
-    return given
 
 
 # Energy

@@ -137,36 +137,13 @@ def check_fits(need: TrainingMemory, *, device: str, device_free_bytes: int, hos
     return ""
 
 
-def layer_memory(
-    dims: ModelDims,
-    *,
-    params: float,
-    num_tokens: int,
-    precision: str = "fp32",
-    is_trained: bool = True,
-    num_moments: int = 2,
-    attention_len: int = 0,
-) -> float:
-    """Bytes of a layer of `params` parameters (`flops.layer_params`) that is held alone, with its backward pass.
-
-    Weights, where trained their gradients and moments, and what it keeps of `num_tokens`; `attention_len` as in
-    `kept_bytes`.
-    """
-    held = type_bytes * params * (2 + num_moments if is_trained else 1)
-    return held + num_tokens * kept_bytes(dims, precision, attention_len=attention_len)
-
-
-def kept_bytes(dims: ModelDims, precision: str, *, attention_len: int = 0) -> float:
-    """What one layer keeps for its backward pass, per token. Counted on GPT-2 and Llama of transformers 5.24.
-
-    Without fused attention every head keeps a weight in fp32 for each of `attention_len` keys; 0 where it is fused.
-    """
+def kept_bytes(dims: ModelDims, precision: str) -> float:
+    """What one layer keeps for its backward pass, per token. Counted on GPT-2 and Llama of transformers 5.24."""
     if dims.is_gated:  # norms in fp32 with their inputs, q k v before and after rotation; gate, silu, up and product
         elements = 10.5 * dims.hidden_dim + 4.2 * dims.ff_dim
     else:  # GELU is written out in steps and keeps each of them
         elements = 8.5 * dims.hidden_dim + 5.2 * dims.ff_dim
-    scores = type_bytes * dims.num_heads * attention_len
-    return elements * (0.7 if precision == "bf16-mixed" else 1.0) * type_bytes + scores
+    return elements * (0.7 if precision == "bf16-mixed" else 1.0) * type_bytes
 
 
 def _gib(num_bytes: int) -> str:

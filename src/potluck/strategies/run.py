@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -125,7 +124,3 @@ class RunFacts:
             return 1 << 30
         left = self.budget.tokens - state.tokens
         return max(1, math.ceil(left / (self.tokens_per_step() * max(num_workers, 1))))
-
-    def rng(self, round: int, attempt: int) -> random.Random:
-        """Chance for one attempt at one round."""
-        return random.Random(f"{self.seed}/{round}/{attempt}")

@@ -85,13 +85,6 @@ class SharedLink:
         self._balance_soon()
         return left
 
-    def left_bytes(self, flow: Flow) -> float:
-        """What a flow still has to move."""
-        if flow.is_over:
-            return 0.0
-        self._progress()
-        return self._left(flow)
-
     # Where flows are
 
     def _put_free(self, flow: Flow, num_bytes: float) -> None:
