@@ -185,6 +185,23 @@ def test_a_difference_holds_steps_alone() -> None:
     assert {t.dtype for t in replica.local_state()[0].values()} == {torch.float32, torch.int64}
 
 
+def test_what_chance_rounds_is_each_worker_s_own_and_the_same_again() -> None:
+    """Decay of 1/1000, which bf16 holds in a fifth of the weights, beside steps that are next to nothing."""
+    spec = spec_of(llama(), lr=1e-12, weight_decay=1e9, warmup=0.0, clip=0.0, **settings["bf16"])
+    other_run = spec.model_copy(update={"seed": spec.seed + 1})
+    one, two = some_batches(2)
+    rounded: list[Tensor] = []
+    for run, data in [(spec, one), (spec, one), (spec, two), (other_run, one)]:
+        replica = replica_of(run)
+        replica.feed([data])
+        train(replica, 1, of=1)
+        rounded.append(replica.params().tensor())
+    first, again, *others = rounded
+    assert torch.equal(first, again)
+    for other in others:
+        assert 0.2 < (first != other).float().mean() < 0.45
+
+
 def test_bf16_weights_need_adafactor() -> None:
     with pytest.raises(ValidationError, match='use optimizer = "adafactor"'):
         InnerConfig(weights="bf16")

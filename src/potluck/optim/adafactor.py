@@ -9,7 +9,8 @@ schedules. What has one dimension keeps v whole. State takes rows + columns of a
 
 Weights may be bfloat16: everything is computed in fp32, a few rows at a time, and rounded at random with the chance of
 each neighbour as its nearness (so that steps far below a weight's precision count on average). That chance is a
-function of the step and the tensor, so a replay gives the same bits.
+function of the group's `seed`, the step and the tensor, so a replay gives the same bits. Whoever averages over workers
+gives each of them seeds of its own: noise that all have in common does not average out.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def factor_shapes(shape: torch.Size) -> dict[str, tuple[int, ...]]:
 class Adafactor(torch.optim.Optimizer):
     """`state[p]` holds `step`, fp32 [], and the fp32 tensors of `factor_shapes`; whoever makes them may do so first."""
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, beta2: float, eps: float, seed: int = 0) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
-        self._beta2, self._eps, self._seed = beta2, eps, seed
+    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, beta2: float, eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "seed": 0})
+        self._beta2, self._eps = beta2, eps
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -49,9 +50,10 @@ class Adafactor(torch.optim.Optimizer):
             for parameter in group["params"]:
                 index += 1
                 if parameter.grad is not None:
-                    self._update(parameter, group["lr"], group["weight_decay"], index)
+                    self._update(parameter, group, index)
 
-    def _update(self, parameter: nn.Parameter, lr: float, weight_decay: float, index: int) -> None:
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], index: int) -> None:
+        lr = group["lr"]
         state = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros(())
@@ -67,10 +69,10 @@ class Adafactor(torch.optim.Optimizer):
             update = grads[rows].float() / (second(rows).sqrt_().add_(self._eps))
             squares += float(update.square_().sum(dtype=torch.float64))
         step_size = lr / max(1.0, math.sqrt(squares / max(grads.numel(), 1)))
-        generator = torch.Generator(parameter.device).manual_seed(hash((self._seed, step, index)) & (2**63 - 1))
+        generator = torch.Generator(parameter.device).manual_seed(hash((group["seed"], step, index)) & (2**63 - 1))
         for rows in _slices(grads):
             update = grads[rows].float() / (second(rows).sqrt_().add_(self._eps))
-            new = weights[rows].float().mul_(1.0 - lr * weight_decay).sub_(update, alpha=step_size)
+            new = weights[rows].float().mul_(1.0 - lr * group["weight_decay"]).sub_(update, alpha=step_size)
             weights[rows] = new if weights.dtype == torch.float32 else round_at_random(new, generator)
 
     def _second_moment(self, state: dict[str, Tensor], grads: Tensor, correction: float) -> Callable[[slice], Tensor]:

@@ -83,12 +83,13 @@ class InnerOptimizer:
         grads = [p.grad for p in self._flat.parameters if p.grad is not None]
         return nn.utils.get_total_norm(grads)
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, *, seed: int) -> None:
+        """`seed` is of the chance in it: where weights are rounded at random."""
         if self._slots and self._kept is None:
             self._make()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"], group["seed"] = lr, seed
             optimizer.step()
 
     def tensors(self) -> dict[str, Tensor]:

@@ -216,7 +216,7 @@ class TorchReplica:
         self._check_finite(loss, float(norm), lr)
         if self._steering is not None:
             self._steering.after_clipping()
-        self._optimizer.step(lr)
+        self._optimizer.step(lr, seed=self._chance(*(int(batch.sum()) for batch in batches)))
         self._flat.clear_gradients()
         self._stepped(loss, num_tokens, started)
         return Step(loss, num_tokens)
@@ -254,12 +254,16 @@ class TorchReplica:
         losses: list[Tensor] = []
         for index, batch in enumerate(batches):
             self._stop_if_cancelled()
-            if self._has_dropout:  # chance is a function of the step and its data: nothing of it needs to be kept
-                torch.manual_seed(hash((self._seed, self._num_steps, index, int(batch.sum()))) & (2**63 - 1))
+            if self._has_dropout:
+                torch.manual_seed(self._chance(index, int(batch.sum())))
             loss = self._loss(self._on_device(batch), divisor=divisor)
             loss.backward()
             losses.append(loss.detach())
         return float(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+
+    def _chance(self, *of: int) -> int:
+        """A seed: a function of the run, the step and its data, of which nothing needs to be kept."""
+        return hash((self._seed, self._num_steps, *of)) & (2**63 - 1)
 
     def _micro_batches(self) -> list[Tensor]:
         """The micro-batches of one step: fewer than `accumulation` only where the task's data ends."""
