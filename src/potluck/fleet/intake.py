@@ -259,13 +259,20 @@ class Intake:
             raise Refused(f"it claims {scalars.get('num_tokens')} tokens and {num_steps} steps, which have {needed}")
 
     def _check_tokens(self, lease: pb.Lease, num_tokens: Any, num_sequences: int) -> None:
-        """No token without data, and no data without tokens: only a worker's own held-out text may be empty."""
+        """Those of the data that it was given, all of which it has used up; what it weighs goes by them.
+
+        Only emissions of a session and what is cut short have a part of them. How much text a worker holds out itself
+        nobody else knows; it may be none.
+        """
         if not lease.held_out and not lease.num_sequences:
             return
-        least = 0 if lease.held_out and not lease.spans else 1
-        most = num_sequences * self._fleet.run.seq_len if lease.spans or lease.num_sequences else MAX_OWN_TOKENS
+        least, most = 0, MAX_OWN_TOKENS
+        if lease.spans or lease.num_sequences:
+            most = num_sequences * self._fleet.run.seq_len
+            least = 1 if lease.kind == "session" or lease.sequences_per_step else most
         if not isinstance(num_tokens, int) or not least <= num_tokens <= most:
-            raise Refused(f"it claims {num_tokens} tokens where {least} to {most} are possible")
+            possible = f"{least} to {most} are" if least < most else f"only {most} are"
+            raise Refused(f"it claims {num_tokens} tokens where {possible} possible")
 
     def _check_object(self, lease: OpenLease, digest: str) -> None:
         object = check_digest(digest)
