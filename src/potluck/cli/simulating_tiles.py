@@ -103,6 +103,7 @@ def _baseline(baseline: BaselineTime) -> dict[str, Any]:
         "down_bytes_per_device": round(baseline.down_bytes_per_device),
         "up_bytes_per_device": round(baseline.up_bytes_per_device),
         "needs_bytes": round(baseline.needs_bytes),
+        "least_bytes": round(baseline.least_bytes),
         "has_bytes": round(baseline.has_bytes) if math.isfinite(baseline.has_bytes) else None,
     }
 
@@ -155,7 +156,8 @@ def tiles_text(report: Mapping[str, Any]) -> str:
         lines += ["", "In brackets: does not run here; the figure is for devices that had the memory."]
         lines += [
             f"  {each['name']} with {each['devices']:,} devices needs {format_bytes(each['needs_bytes'])} on one, "
-            f"which may use {format_bytes(each['has_bytes'])}"
+            f"{format_bytes(each['least_bytes'])} where laid out to take least; it may use "
+            f"{format_bytes(each['has_bytes'])}"
             for each in report["baselines"]
             if not each["fits"]
         ]

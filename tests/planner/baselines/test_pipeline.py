@@ -69,10 +69,16 @@ def test_slow_rows_get_fewer_sequences() -> None:
 def test_devices_without_the_memory_are_told_of() -> None:
     time = pipeline_time(pipelines(model, [device(i, memory=9e6) for i in range(4)]))
     assert time is not None and not time.fits
-    assert time.needs_bytes == 10_004_000 and time.has_bytes == 9e6
+    assert time.needs_bytes == time.least_bytes == 10_004_000 and time.has_bytes == 9e6
     barely = [device(i, memory=10_004_000) for i in range(4)]
     assert (fitting := pipeline_time(pipelines(model, barely))) is not None and fitting.fits
     assert pipeline_time(pipelines(model, [])) is None
+    wide = replace(model, hidden_dim=100_000)  # 2 MB at a border: copies of it all are quicker and take more
+    time = pipeline_time(pipelines(wide, [device(i, memory=9e6) for i in range(4)]))
+    assert time is not None and time.layout == "4 rows of 1 stages" and not time.fits
+    assert time.seconds == pytest.approx(0.12 + 6000)
+    assert time.needs_bytes == 2e6 * (4 + 12 / 4) + 2e6
+    assert time.least_bytes == 1e6 * (4 + 12 / 2) + 2 * 2e6
 
 
 def test_a_lost_device_costs_weights_and_half_of_its_row() -> None:

@@ -54,8 +54,9 @@ weight_bytes, state_bytes = 4.0, 12.0
 class BaselineTime:
     """One optimizer step. Bytes are means over the devices in use.
 
-    `needs_bytes` is the least memory with which any layout of this kind can hold the model, on its fullest device;
-    where that is more than the devices have, `seconds` is what the step would take if they had it.
+    `needs_bytes` is what `layout` takes on its fullest device; where that is more than the devices have, no layout fits
+    and `seconds` is what the step would take if they had it. `least_bytes` is that of the layout with the least, which
+    may be slower.
     """
 
     name: str
@@ -65,6 +66,7 @@ class BaselineTime:
     down_bytes_per_device: float
     up_bytes_per_device: float
     needs_bytes: float
+    least_bytes: float
     has_bytes: float
     assumptions: str
 

@@ -61,7 +61,6 @@ def mesh_time(model: LayeredModel, devices: Sequence[TileDevice], *, num_pieces:
     best = min(fitting or made, key=lambda mesh: mesh.seconds, default=None)
     if best is None:
         return None
-    smallest = best if best.needs_bytes <= best.has_bytes else min(made, key=lambda mesh: mesh.needs_bytes)
     return BaselineTime(
         name="tensor mesh",
         seconds=best.seconds,
@@ -69,8 +68,9 @@ def mesh_time(model: LayeredModel, devices: Sequence[TileDevice], *, num_pieces:
         num_devices_used=best.num_batch * best.num_features,
         down_bytes_per_device=best.link_bytes,
         up_bytes_per_device=best.link_bytes,
-        needs_bytes=smallest.needs_bytes,
-        has_bytes=smallest.has_bytes,
+        needs_bytes=best.needs_bytes,
+        least_bytes=min(mesh.needs_bytes for mesh in made),
+        has_bytes=best.has_bytes,
         assumptions=assumptions,
     )
 

@@ -81,7 +81,6 @@ def pipeline_time(made: Sequence[Pipeline]) -> BaselineTime | None:
     best = quickest(made)
     if best is None:
         return None
-    smallest = best if best.needs_bytes <= best.has_bytes else min(made, key=lambda p: p.needs_bytes)
     num_stages, num_rows = len(best.stage_params), len(best.rows)
     used = num_stages * num_rows
     return BaselineTime(
@@ -91,8 +90,9 @@ def pipeline_time(made: Sequence[Pipeline]) -> BaselineTime | None:
         num_devices_used=used,
         down_bytes_per_device=best.link_bytes / used,
         up_bytes_per_device=best.link_bytes / used,
-        needs_bytes=smallest.needs_bytes,
-        has_bytes=smallest.has_bytes,
+        needs_bytes=best.needs_bytes,
+        least_bytes=min(p.needs_bytes for p in made),
+        has_bytes=best.has_bytes,
         assumptions=assumptions,
     )
 
