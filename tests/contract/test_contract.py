@@ -166,3 +166,14 @@ def test_a_wrong_reference_is_noticed(tmp_path: Path) -> None:
     wrong = {**diloco_settings, "outer_momentum": 0.5}
     with pytest.raises(checks.Broken, match="differs from the plain loop"):
         checks.equals_reference(problem, case.make, lambda p: references.diloco(p, **wrong))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_method_that_keeps_more_than_it_says_is_noticed() -> None:
+    class Modest(StreamingDiLoCo):
+        kept_vectors = 1.0
+
+    def make() -> Strategy:
+        return Modest(StreamingDiLoCoConfig(num_fragments=2, **streaming_settings))  # pyright: ignore[reportArgumentType]
+
+    with pytest.raises(checks.Broken, match=r"keeps \['kept.common', 'kept.local'\] and `kept_vectors` says 1"):
+        checks.moves_what_it_says(cases["streaming_diloco"].problem(), make)

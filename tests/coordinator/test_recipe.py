@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from potluck.coordinator.prepare import sketch
 from potluck.coordinator.recipe import Recipe, load_recipe, parse_recipe
 from potluck.coordinator.shipped import find_shipped, headline, shipped
 from potluck.types.errors import RecipeError
@@ -248,6 +249,11 @@ def test_shipped_recipes_can_be_read(name: str) -> None:
     assert recipe.name == name
     assert len(headline(shipped()[name])) > 20
     assert recipe.seed == 1
+
+
+@pytest.mark.parametrize(("name", "num_kept"), [("stdlib-streaming", 2), ("stdlib-scaffold", 1), ("stdlib-gpt", 0)])
+def test_workers_are_told_what_their_method_keeps(name: str, num_kept: int) -> None:
+    assert sketch(load_recipe(name)).spec.kept_vectors == num_kept
 
 
 def test_no_shipped_recipe_is_lost() -> None:

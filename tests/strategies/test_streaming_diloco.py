@@ -12,6 +12,7 @@ from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig, fragments
 from potluck.types.errors import RecipeError
+from potluck.types.ids import WorkerId
 from potluck.types.params import Layout
 
 
@@ -97,3 +98,6 @@ def test_eager_workers_take_up_what_they_expect() -> None:
     )
     assert not torch.equal(plain.params, eager.params)
     assert eager.losses[8] < 0.97 * eager.losses[0]
+    assert [len(plain.kept[WorkerId("w1")]), len(eager.kept[WorkerId("w1")])] == [2, 3]
+    assert streaming(**settings).kept_vectors == 2.0
+    assert streaming(eager=True, **settings).kept_vectors == 3.5  # half of the model is sent at a time

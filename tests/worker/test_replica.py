@@ -22,7 +22,7 @@ from potluck.optim.inner import InnerConfig, learning_rate
 from potluck.strategies.replica import Loss, TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.types.errors import CorruptError, DataError, ModelError, ResourceError
-from potluck.worker.replica import StepInfo, TorchReplica
+from potluck.worker.replica import StepInfo, TorchReplica, replica_memory
 
 seq_len = 12
 
@@ -344,6 +344,14 @@ def test_a_model_that_is_too_big_says_what_it_needs_and_what_there_is() -> None:
     with pytest.raises(ResourceError, match="within --max-memory"):
         TorchReplica(spec, max_memory_bytes=1000)
     assert TorchReplica(spec, max_memory_bytes=1 << 30).layout == layout_of(build(gpt2()))
+
+
+def test_what_the_method_keeps_is_counted_before_the_model_is_built() -> None:
+    spec = spec_of(gpt2())
+    need = replica_memory(spec, layout_of(build(gpt2())).numel, precision="fp32").device_bytes
+    TorchReplica(spec, max_memory_bytes=need)
+    with pytest.raises(ResourceError, match="of it for what the method keeps, and"):
+        TorchReplica(spec.model_copy(update={"kept_vectors": 2.0}), max_memory_bytes=need)
 
 
 def test_a_spec_that_contradicts_itself_is_refused() -> None:

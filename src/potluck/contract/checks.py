@@ -4,7 +4,8 @@
 2. it converges with 20 % of tasks lost and a worker that vanishes for good
 3. stop and resume, also in the middle of a round, equals never having stopped
 4. the same seed gives the same trace on the virtual clock
-5. the bytes it says it will move equal the bytes counted on the memory transport
+5. the bytes it says it will move equal the bytes counted on the memory transport, and its workers keep no more vectors
+   of the model's size than it says
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from potluck.clock import InlineExecutor, SystemClock, ThreadExecutor, VirtualClock, run_virtual
@@ -30,7 +32,9 @@ from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes, Strategy
 from potluck.transport.memory import Link
+from potluck.types.ids import WorkerId
 from potluck.types.params import Params
+from potluck.worker.replica import KEPT
 
 MakeStrategy = Callable[[], Strategy]
 Reference = Callable[[Problem], Tensor]
@@ -56,6 +60,7 @@ class Outcome:
     trace: list[tuple[float, str]]
     bytes_up: dict[str, int]
     bytes_down: dict[str, int]
+    kept: dict[WorkerId, set[str]]  # by worker, the names of what its states hold of the method's own
 
 
 def cost_s(lease: pb.Lease) -> float:
@@ -110,7 +115,16 @@ async def play(
         trace=world.trace,
         bytes_up=dict(world.object_bytes_up),
         bytes_down=dict(world.object_bytes_down),
+        kept={id: _kept(world.disk(id)) for id in world.hosts},
     )
+
+
+def _kept(disk: Path) -> set[str]:
+    found: set[str] = set()
+    for path in disk.glob("runs/*/local/*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found.update(name for name in file.keys() if name.startswith(KEPT))  # noqa: SIM118
+    return found
 
 
 def run(problem: Problem, make: MakeStrategy, **options: Any) -> Outcome:
@@ -229,6 +243,8 @@ def moves_what_it_says(problem: Problem, make: MakeStrategy, *, num_workers: int
         counted = (got.bytes_up.get(id, 0), got.bytes_down.get(id, 0))
         if counted != (expected.up, expected.down):
             raise Broken(f"{id} moved {counted} bytes up and down in {rounds} rounds and said {expected}")
+        if len(kept := got.kept[WorkerId(id)]) > plan.spec.kept_vectors:
+            raise Broken(f"{id} keeps {sorted(kept)} and `kept_vectors` says {plan.spec.kept_vectors:g}")
 
 
 def _facts(plan: Plan) -> RunFacts:

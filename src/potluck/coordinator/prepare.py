@@ -25,7 +25,7 @@ from potluck.storage.files import write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.registry import strategy_type
 from potluck.strategies.run import RunSpec
-from potluck.strategies.strategy import HeadStrategy
+from potluck.strategies.strategy import HeadStrategy, kept_vectors
 from potluck.types.errors import CorruptError, DataError, RecipeError
 from potluck.types.ids import Digest
 from potluck.types.params import Layout
@@ -153,6 +153,7 @@ def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, t
         tokenizer_object=tokenizer_object,
         heartbeat_s=recipe.fleet.heartbeat_s,
         snapshot_every_steps=recipe.fleet.snapshot_every_steps,
+        kept_vectors=kept_vectors(strategy),
         up_rules=recipe.codec.up_rules,
         devices_hold_model=not on_head,
     )

@@ -1,9 +1,16 @@
 """How much memory training needs on one machine: the answer to *does this model fit here*, before it is built.
 
-Counted in full: parameters, gradients and the optimizer's moments. What came and what is sent lies in mapped files.
-Estimated from the shape of a decoder-only transformer: what the forward pass keeps for the backward pass, and logits.
+Counted in full: parameters, gradients, the optimizer's moments, and what the method keeps from round to round. What
+came and what is sent lies in mapped files. Estimated from the shape of a decoder-only transformer is what comes and
+goes:
+
+    activations + logits      of one micro-batch; allocators hold on to their blocks when it is over
+    and the larger of V d     a second gradient of the embedding: a tied one has the head's already, one of several
+                              micro-batches that of those before
+    and the optimizer's step  AdamW: root and quotient of the second moment of the largest tensor, in fp32
+
 Attention is assumed not to hold its [tokens, tokens] matrix, as `scaled_dot_product_attention` does not on CPU and
-CUDA.
+CUDA. The process itself, with its libraries, is there before the model and is not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from typing import Any
 from potluck.types.params import type_bytes
 
 _adafactor_step_bytes = 64 << 20
-"""What its step holds in fp32 of a few rows of one matrix."""
+"""At most: four times what it takes in fp32 at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +78,7 @@ class TrainingMemory:
 
     device_bytes: int  # model, gradients, optimizer, activations, logits
     host_bytes: int  # beside a GPU: the moments, on their way to the disk
+    kept_bytes: int = 0  # in main memory, wherever the model is: the method's own vectors
 
 
 def training_memory(
@@ -83,57 +91,71 @@ def training_memory(
     max_logits_bytes: int,
     weights: str = "fp32",
     checkpoints_activations: bool = False,
-    num_trained_params: int | None = None,
-    num_stored_layers: int | None = None,
+    kept_vectors: float = 0.0,
 ) -> TrainingMemory:
-    """The need of one replica. `batch_size` is that of a micro-batch; `max_logits_bytes` bounds logits held at once.
-
-    Where parts are frozen, only `num_trained_params` have gradients and moments, and only the `num_stored_layers`
-    from the lowest trained one up keep what a backward pass needs. None stands for all.
+    """The need of one replica. `batch_size` is that of a micro-batch; `max_logits_bytes` bounds logits held at once;
+    `kept_vectors` are those of a method (`strategies.strategy.kept_vectors`).
     """
-    num_trained = dims.num_params if num_trained_params is None else num_trained_params
     weight_bytes = 2 if weights == "bf16" else type_bytes
-    model_bytes, trained_bytes = weight_bytes * dims.num_params, weight_bytes * num_trained
-    moments_bytes = _moments_bytes(dims, optimizer, num_trained)
-    stored_layers = dims.num_layers if num_stored_layers is None else num_stored_layers
+    model_bytes = weight_bytes * dims.num_params
+    moments_bytes = _moments_bytes(dims, optimizer)
     tokens = batch_size * seq_len
     logits_bytes = 3 * min(type_bytes * tokens * dims.vocab_size, max_logits_bytes)
     is_mixed = precision == "bf16-mixed" and weights == "fp32"
     cast_bytes = model_bytes // 2 if is_mixed else 0  # autocast keeps weights in both formats
     per_layer = kept_bytes(dims, "bf16-mixed" if weights == "bf16" else precision)
     if checkpoints_activations:  # the input of each layer, and all of the one that is computed again
-        activation_bytes = int(tokens * (stored_layers * type_bytes * dims.hidden_dim + per_layer))
+        activation_bytes = int(tokens * (dims.num_layers * type_bytes * dims.hidden_dim + per_layer))
     else:
-        activation_bytes = int(tokens * stored_layers * per_layer)
+        activation_bytes = int(tokens * dims.num_layers * per_layer)
+    head_bytes = weight_bytes * min(dims.vocab_size * dims.hidden_dim, dims.num_params)
+    passing_bytes = activation_bytes + logits_bytes + max(head_bytes, _step_bytes(dims, optimizer))
     return TrainingMemory(
-        device_bytes=model_bytes + trained_bytes + moments_bytes + cast_bytes + activation_bytes + logits_bytes,
+        device_bytes=2 * model_bytes + moments_bytes + cast_bytes + passing_bytes,
         host_bytes=moments_bytes,
+        kept_bytes=int(kept_vectors * type_bytes * dims.num_params),
     )
 
 
-def _moments_bytes(dims: ModelDims, optimizer: str, num_trained: int) -> int:
+def _moments_bytes(dims: ModelDims, optimizer: str) -> int:
     """fp32: two moments with AdamW; one with Muon, but two of embedding and head; rows and columns with Adafactor."""
     match optimizer:
         case "adamw":
-            return 2 * type_bytes * num_trained
+            return 2 * type_bytes * dims.num_params
         case "muon":
-            return type_bytes * (num_trained + min(num_trained, 2 * dims.vocab_size * dims.hidden_dim))
+            return type_bytes * (dims.num_params + min(dims.num_params, 2 * dims.vocab_size * dims.hidden_dim))
         case "adafactor":  # 12 is more than the matrices of a layer
             sides = 12 * dims.num_layers * (dims.hidden_dim + dims.ff_dim) + 2 * (dims.vocab_size + dims.hidden_dim)
-            return type_bytes * min(num_trained, sides) + min(4 * type_bytes * num_trained, _adafactor_step_bytes)
+            return type_bytes * min(dims.num_params, sides)
         case _:
             return 0
 
 
+def _step_bytes(dims: ModelDims, optimizer: str) -> int:
+    """What a step holds in fp32 beside the state: two copies of the largest tensor with AdamW, which Muon has for the
+    embedding; one, the decayed gradient, with SGD; of a few rows with Adafactor.
+    """
+    largest = min(dims.hidden_dim * max(dims.vocab_size, dims.ff_dim), dims.num_params)
+    match optimizer:
+        case "adamw" | "muon":
+            return 2 * type_bytes * largest
+        case "adafactor":
+            return min(4 * type_bytes * largest, _adafactor_step_bytes)
+        case _:
+            return type_bytes * largest
+
+
 def check_fits(need: TrainingMemory, *, device: str, device_free_bytes: int, host_free_bytes: int) -> str:
     """An empty string if it fits, else what is too small: a part of a sentence, with the need and what there is."""
+    kept = f", {_gib(need.kept_bytes)} of it for what the method keeps," if need.kept_bytes else ""
+    beside = need.host_bytes + need.kept_bytes
     if device.startswith(("cpu", "mps")):
-        total = need.device_bytes + (need.host_bytes if device.startswith("mps") else 0)
-        return "" if total <= device_free_bytes else f"needs {_gib(total)} and {_gib(device_free_bytes)} are free"
+        total = need.device_bytes + (beside if device.startswith("mps") else need.kept_bytes)
+        return "" if total <= device_free_bytes else f"needs {_gib(total)}{kept} and {_gib(device_free_bytes)} are free"
     if need.device_bytes > device_free_bytes:
         return f"needs {_gib(need.device_bytes)} on {device} and {_gib(device_free_bytes)} are free there"
-    if need.host_bytes > host_free_bytes:
-        return f"needs {_gib(need.host_bytes)} of main memory beside {device} and {_gib(host_free_bytes)} are free"
+    if beside > host_free_bytes:
+        return f"needs {_gib(beside)}{kept} of main memory beside {device} and {_gib(host_free_bytes)} are free"
     return ""
 
 

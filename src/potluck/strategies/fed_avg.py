@@ -156,6 +156,11 @@ class FedAvg:
     def __init__(self, config: FedAvgConfig) -> None:
         self.config = config
 
+    @property
+    def kept_vectors(self) -> float:
+        """SCAFFOLD's c_i."""
+        return 1.0 if self.config.control_variates else 0.0
+
     def init(self, run: RunFacts) -> FedAvgState:
         config = self.config
         if config.control_variates and run.inner.optimizer != "sgd":

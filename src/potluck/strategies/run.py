@@ -44,6 +44,7 @@ class RunSpec(BaseModel):
     heartbeat_s: float = Field(default=2.0, gt=0, le=3600)  # a worker reports at least this often
     snapshot_every_steps: int = Field(default=0, ge=0)  # of a task under way, at least; 0 for as it costs little
     devices_hold_model: bool = True  # False: they do pieces of products, and the model is nowhere but on the head
+    kept_vectors: float = Field(default=0.0, ge=0, le=1000)  # strategies/strategy.py
     up_rules: list[dict[str, Any]] = []  # which tensors of a result go in which codec: codecs/policy.py
 
 

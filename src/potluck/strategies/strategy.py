@@ -42,6 +42,14 @@ class Strategy(Protocol):
     def estimate(self, run: RunFacts) -> RoundBytes: ...
 
 
+def kept_vectors(strategy: Strategy) -> float:
+    """How many fp32 vectors of the model's size its workers hold from round to round (`Replica.kept`).
+
+    Its attribute of this name, 0 without one: a machine without the memory for them is told so before it begins.
+    """
+    return float(getattr(strategy, "kept_vectors", 0.0))
+
+
 @runtime_checkable
 class HeadStrategy(Protocol):
     """A method whose devices hold no model: it is on the head alone, which validates it too. Shared data only."""

@@ -171,6 +171,11 @@ class StreamingDiLoCo:
         self._segment = config.num_inner_steps // config.num_fragments  # h
         self._num_behind, self._rest = divmod(config.overlap_steps, self._segment)  # k, rest
 
+    @property
+    def kept_vectors(self) -> float:
+        """`local` and `common`; eager also `others`, and the delta that is sent."""
+        return 3.0 + 1.0 / self.config.num_fragments if self.config.eager else 2.0
+
     def init(self, run: RunFacts) -> StreamingDiLoCoState:
         fragments(run.layout, self.config.num_fragments)
         return StreamingDiLoCoState(params=run.initial, momentum=run.zeros)

@@ -22,7 +22,7 @@ from potluck.models.family import has_dropout
 from potluck.models.flat import FlatModel
 from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES, TokenLoss
 from potluck.optim.inner import learning_rate
-from potluck.planner.memory import ModelDims, check_fits, training_memory
+from potluck.planner.memory import ModelDims, TrainingMemory, check_fits, training_memory
 from potluck.strategies.replica import Kept, Loss, Mailbox, Step, TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.types.errors import CorruptError, DataError, ModelError, NotFinite, ResourceError
@@ -31,10 +31,7 @@ from potluck.types.vector import Vector
 from potluck.worker.inner_optimizer import InnerOptimizer
 from potluck.worker.steering import Steering
 
-_kept = "kept."
-"""Before the names of the method's own tensors, in the files of a state."""
-
-_kept = "kept."
+KEPT = "kept."
 """Before the names of the method's own tensors, in the files of a state."""
 
 
@@ -131,7 +128,7 @@ class TorchReplica:
         return {**self._optimizer.tensors(), **self._kept_tensors()}, {"num_steps": self._num_steps}
 
     def _kept_tensors(self) -> dict[str, Tensor]:
-        return {_kept + name: tensor for name, tensor in self.kept.tensors().items()}
+        return {KEPT + name: tensor for name, tensor in self.kept.tensors().items()}
 
     def restore_local_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Go on from what `local_state` gave. CorruptError if it is not of this model and optimizer."""
@@ -140,10 +137,10 @@ class TorchReplica:
             raise CorruptError(
                 f"the inner state counts {num_steps!r} steps, which is no number of steps; start it afresh"
             )
-        kept = {name.removeprefix(_kept): t for name, t in tensors.items() if name.startswith(_kept)}
+        kept = {name.removeprefix(KEPT): t for name, t in tensors.items() if name.startswith(KEPT)}
         if odd := [n for n, t in kept.items() if t.dtype != torch.float32 or t.shape != (self.layout.numel,)]:
             raise CorruptError(f"{odd[0][:50]} of the worker's state is not of the model's size; start it afresh")
-        self._optimizer.restore({name: t for name, t in tensors.items() if not name.startswith(_kept)})
+        self._optimizer.restore({name: t for name, t in tensors.items() if not name.startswith(KEPT)})
         self.kept.restore(kept)
         self._num_steps = num_steps
 
@@ -328,20 +325,26 @@ def _num_tokens(batch: Tensor) -> int:
     return batch.shape[0] * (batch.shape[1] - 1)
 
 
-def _check_memory(
-    spec: RunSpec, layout: Layout, device: torch.device, precision: str, *, max_memory_bytes: int, hardware: Hardware
-) -> None:
-    """ResourceError if training this model would need more than there is, or more than the owner gives."""
-    need = training_memory(
-        ModelDims.of(spec.model_config_json, layout.numel),
+def replica_memory(spec: RunSpec, num_params: int, *, precision: str) -> TrainingMemory:
+    """What a replica of the run's model takes on a device that computes in this precision."""
+    return training_memory(
+        ModelDims.of(spec.model_config_json, num_params),
         batch_size=spec.inner.batch_size,
         seq_len=spec.seq_len,
         optimizer=spec.inner.optimizer,
         precision=precision,
         weights=spec.inner.weights,
         checkpoints_activations=spec.inner.checkpoint_activations,
+        kept_vectors=spec.kept_vectors,
         max_logits_bytes=max(MAX_WHOLE_BYTES, CHUNK_BYTES),
     )
+
+
+def _check_memory(
+    spec: RunSpec, layout: Layout, device: torch.device, precision: str, *, max_memory_bytes: int, hardware: Hardware
+) -> None:
+    """ResourceError if training this model would need more than there is, or more than the owner gives."""
+    need = replica_memory(spec, layout.numel, precision=precision)
     free, _ = free_and_total_memory(device, hardware=hardware)
     host_free, _ = hardware.memory()
     limited = ""

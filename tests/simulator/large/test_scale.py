@@ -13,6 +13,7 @@ from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.plan import Plan
 from potluck.fleet.config import FleetConfig
+from potluck.optim.inner import InnerConfig
 from potluck.planner.flops import step_work
 from potluck.planner.memory import ModelDims
 from potluck.protocol import pb
@@ -25,10 +26,12 @@ from potluck.simulator.large.report import ScaleReport
 from potluck.simulator.large.scale import simulate_scale
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+from potluck.strategies.fed_avg import FedAvg, FedAvgConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
 from potluck.transport.memory import Link
 from potluck.types.ids import WorkerId
+from potluck.worker.replica import replica_memory
 
 at_once = CoordinatorMachine(
     check_bytes_per_s=math.inf, add_bytes_per_s=math.inf, apply_bytes_per_s=math.inf, encode_bytes_per_s=math.inf
@@ -189,6 +192,17 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
         Problem(num_rounds=1, fleet=FleetConfig(min_workers=4)).plan(diloco()), [*fleet, small], coordinator=at_once
     )
     assert report.unfit == ("small-1", "small-2") and len(report.devices) == 4
+
+
+def test_what_a_method_keeps_must_fit_too() -> None:
+    problem = Problem(num_rounds=1, fleet=FleetConfig(min_workers=4), inner=InnerConfig(optimizer="sgd"))
+    plan = problem.plan(FedAvg(FedAvgConfig(num_inner_steps=2, control_variates=True)))
+    need = replica_memory(plan.spec, plan.layout.numel, precision="fp32")
+    assert need.kept_bytes == 4 * plan.layout.numel
+    enough = float(need.device_bytes + need.kept_bytes)
+    more = [replace(fleet[0], name=f"m{m:.0f}", memory_bytes=(m, m), count=1) for m in (enough - 1, enough)]
+    report = simulate_scale(plan, [*fleet, *more], coordinator=at_once)
+    assert report.unfit == (f"m{enough - 1:.0f}-1",) and len(report.devices) == 5
 
 
 def test_a_run_that_nobody_can_go_on_with_ends_and_says_so(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from potluck.models.flat import FlatModel
 from potluck.optim.inner import InnerConfig
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import Budget, RunSpec
-from potluck.strategies.strategy import HeadStrategy, Strategy
+from potluck.strategies.strategy import HeadStrategy, Strategy, kept_vectors
 
 vocab_size = 32
 
@@ -150,7 +150,7 @@ class Problem:
             model_config_json=self.config_json(), layout=layout.to_json(), seq_len=self.seq_len, inner=self.inner,
             data_access="shared", heartbeat_s=self.fleet.heartbeat_s,
             snapshot_every_steps=self.fleet.snapshot_every_steps,
-            devices_hold_model=not isinstance(strategy, HeadStrategy),
+            devices_hold_model=not isinstance(strategy, HeadStrategy), kept_vectors=kept_vectors(strategy),
         )  # fmt: skip
         return Plan(
             spec=spec, strategy=strategy, layout=layout, initial=flat.params, budget=Budget(rounds=self.num_rounds),

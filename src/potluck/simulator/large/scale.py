@@ -26,7 +26,7 @@ from potluck.coordinator.loop import train
 from potluck.coordinator.plan import Plan
 from potluck.coordinator.service import CoordinatorService
 from potluck.planner.cost import Phases, energy_j
-from potluck.planner.memory import ModelDims, training_memory
+from potluck.planner.memory import check_fits
 from potluck.simulator.fleets import Device, Machine, machines
 from potluck.simulator.large.device_faults import DeviceFault
 from potluck.simulator.large.meta import CoordinatorMachine, MetaKit, MetaObjects, MeteredExecutor
@@ -40,8 +40,8 @@ from potluck.strategies.state import State
 from potluck.types.errors import RunStopped
 from potluck.types.ids import WorkerId
 from potluck.types.profile import Speeds
+from potluck.worker.replica import replica_memory
 
-logits_bytes = 256 << 20
 longest_play_s = 1e7
 """Of virtual time."""
 vain_wait_s = 60.0
@@ -257,10 +257,8 @@ class SimulatedFleet:
 
 def _too_small(plan: Plan, fleet: Sequence[Machine]) -> set[WorkerId]:
     """Which machines cannot hold the training of this model."""
-    need = training_memory(
-        ModelDims.of(plan.spec.model_config_json, plan.layout.numel), batch_size=plan.spec.inner.batch_size,
-        seq_len=plan.spec.seq_len, optimizer=plan.spec.inner.optimizer, precision=plan.spec.precision,
-        weights=plan.spec.inner.weights, checkpoints_activations=plan.spec.inner.checkpoint_activations,
-        max_logits_bytes=logits_bytes,
-    )  # fmt: skip
-    return {m.id for m in fleet if m.memory_bytes < need.device_bytes}
+    need = replica_memory(plan.spec, plan.layout.numel, precision=plan.spec.precision)
+    return {
+        m.id for m in fleet
+        if check_fits(need, device="cpu", device_free_bytes=int(m.memory_bytes), host_free_bytes=0)
+    }  # fmt: skip
