@@ -38,7 +38,7 @@ from potluck.simulator.exact.world import World
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import Budget, RunSpec
-from potluck.strategies.strategy import Strategy
+from potluck.strategies.strategy import Strategy, kept_vectors
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
 from potluck.transport.memory import Link
 
@@ -170,7 +170,7 @@ class Lab:
         spec = RunSpec(
             run_id="bench", name="bench", seed=data_seed, strategy=type(strategy).__name__,
             model_config_json=self.config_json(), layout=flat.layout.to_json(), seq_len=setting.seq_len,
-            inner=optimizer, data_access="shared", heartbeat_s=fleet.heartbeat_s,
+            inner=optimizer, data_access="shared", heartbeat_s=fleet.heartbeat_s, kept_vectors=kept_vectors(strategy),
         )  # fmt: skip
         plan = Plan(
             spec=spec, strategy=strategy, layout=flat.layout, initial=lambda: initial, budget=Budget(tokens=tokens),
