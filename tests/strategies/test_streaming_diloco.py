@@ -13,6 +13,7 @@ from contract import references
 from pydantic import ValidationError
 
 from potluck.contract import checks
+from potluck.coordinator.plan import ValidationConfig
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
@@ -79,6 +80,23 @@ def test_workers_train_on_while_a_fragment_travels() -> None:
 
     assert seconds(0) > 1.5 * 0.4
     assert seconds(4) < 1.05 * 0.4
+
+
+def test_a_validation_takes_no_longer_than_its_own_work() -> None:
+    """Or workers would first train and deliver all that was begun, and have nothing to do meanwhile."""
+
+    def seconds(every: int) -> float:
+        got = checks.run(
+            Problem(num_rounds=13, validating=ValidationConfig(every_rounds=every)),
+            lambda: streaming(num_inner_steps=16, num_fragments=4, overlap_steps=12),
+            num_workers=2,
+            costs=lambda _: lambda lease: (lease.num_sequences or 4) / 40.0,
+        )
+        assert set(got.losses) == ({0, 13} if not every else {0, *range(every, 13, every), 13})
+        rounds = [at for at, text in got.trace if text.startswith("round ")]
+        return rounds[-1] - rounds[0]
+
+    assert seconds(2) - seconds(0) < 6 * 0.1 + 0.1
 
 
 def test_who_dies_for_good_and_who_joins_late_take_no_round_down() -> None:

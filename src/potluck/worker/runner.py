@@ -244,7 +244,7 @@ class Runner:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            lease = waiting[0]
+            lease = min(waiting, key=lambda x: x.kind != "pure")  # a chain has more to do after it
             self.current = lease_id(lease)
             self._ahead_wake.set()
             try:
