@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from potluck.optim.inner import learning_rate
 from potluck.simulator.exact.problem import Problem
@@ -49,7 +50,7 @@ def diloco(problem: Problem, *, num_inner_steps: int, outer_lr: float, outer_mom
     outer = torch.optim.SGD([theta], lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
     batches = problem.batches(problem.num_rounds * num_inner_steps * problem.inner.batch_size)
     for round in range(problem.num_rounds):
-        nn.utils.vector_to_parameters(theta.detach().clone(), model.parameters())
+        vector_to_parameters(theta.detach().clone(), model.parameters())
         start, stop = round / problem.num_rounds, (round + 1) / problem.num_rounds
         for step in range(num_inner_steps):
             train_step(model, inner, next(batches), problem, start + (stop - start) * step / num_inner_steps)
@@ -64,36 +65,56 @@ fragment_of = {"h.0.": 0, "h.1.": 1, "wte": 0, "wpe": 1, "ln_f": 1} | {
 """How the layers of the problem's two models are dealt to two fragments, and the rest, the largest first."""
 
 
-def streaming_diloco(
-    problem: Problem, *, num_inner_steps: int, overlap_steps: int, mixing: float, outer_lr: float, outer_momentum: float
-) -> Tensor:
-    """One worker and two fragments, step by step: what is sent is taken up `overlap_steps` later."""
-    model = problem.model()
-    inner = make_adamw(model, problem)
-    pieces: list[list[nn.Parameter]] = [[], []]
+def fragments(model: nn.Module) -> list[list[nn.Parameter]]:
+    found: list[list[nn.Parameter]] = [[], []]
     for name, parameter in model.named_parameters():
-        pieces[next(p for part, p in fragment_of.items() if part in name)].append(parameter)
-    common = [[nn.Parameter(x.detach().clone()) for x in piece] for piece in pieces]
-    outer = [torch.optim.SGD(c, lr=outer_lr, momentum=outer_momentum, nesterov=True) for c in common]
-    num_steps, num_rounds = num_inner_steps // 2, problem.num_rounds
-    batches = problem.batches(num_rounds * num_steps * problem.inner.batch_size)
-    received = [[x.detach().clone() for x in piece] for piece in pieces]
-    on_the_way: dict[int, tuple[int, list[Tensor]]] = {}
-    for step in range(num_rounds * num_steps):
-        if step in on_the_way:
-            p, new = on_the_way.pop(step)
-            received[p] = new
-            for mine, theirs in zip(pieces[p], new, strict=True):
-                mine.data.copy_(mixing * mine.data + (1 - mixing) * theirs)
-        train_step(model, inner, next(batches), problem, step / (num_rounds * num_steps))
-        if (step + 1) % num_steps == 0:
-            p = step // num_steps % 2
-            for x, base, mine in zip(common[p], received[p], pieces[p], strict=True):
-                x.grad = base - mine.detach()
-            outer[p].step()
-            on_the_way[step + 1 + overlap_steps] = p, [x.detach().clone() for x in common[p]]
-    whole = {id(mine): x for p in range(2) for mine, x in zip(pieces[p], common[p], strict=True)}
-    return torch.cat([whole[id(p)].detach().reshape(-1) for p in model.parameters()])
+        found[next(p for part, p in fragment_of.items() if part in name)].append(parameter)
+    return found
+
+
+def streaming_diloco(
+    problem: Problem, *, num_inner_steps: int, overlap_steps: int, mixing: float, outer_lr: float,
+    outer_momentum: float, eager: bool = False, paces: Sequence[int] = (1,),
+) -> Tensor:  # fmt: skip
+    """Two fragments, step by step: what is sent is taken up `overlap_steps` later. Worker i takes `paces[i]` steps
+    where one is said; updates weigh by them."""
+    models, batch = [problem.model() for _ in paces], problem.inner.batch_size
+    inner, pieces = [make_adamw(model, problem) for model in models], [fragments(model) for model in models]
+    common = [nn.Parameter(parameters_to_vector(piece).detach()) for piece in pieces[0]]
+    outer = [torch.optim.SGD([c], lr=outer_lr, momentum=outer_momentum, nesterov=True) for c in common]
+    received = [[c.detach().clone() for c in common] for _ in paces]
+    own, others = ([[torch.zeros_like(c) for c in common] for _ in paces] for _ in range(2))
+    num_steps, num_rounds, made = num_inner_steps // 2, problem.num_rounds, list[Tensor]()
+    behind, rest = divmod(overlap_steps, num_steps)
+    asked = [
+        [(f"w{i + 1}", pace * n * batch) for i, pace in enumerate(paces)]
+        for n in (rest, num_steps - rest) * num_rounds if n
+    ]  # fmt: skip
+    dealt = iter(problem.dealt(asked))
+    for round in range(num_rounds):
+        p, back, mean = round % 2, round - behind - 1, torch.zeros_like(common[round % 2])
+        read = [next(dealt) for n in (rest, num_steps - rest) if n]
+        for i, pace in enumerate(paces):
+            batches = torch.cat([rows[f"w{i + 1}"] for rows in read]).split(batch)
+            for step, tokens in enumerate(batches):
+                if step == pace * rest and back >= 0:
+                    q, new = back % 2, made[back]
+                    others[i][q] = received[i][q] - new - own[i][q]
+                    received[i][q] = new
+                    mixed = mixing * parameters_to_vector(pieces[i][q]).detach() + (1 - mixing) * new
+                    vector_to_parameters(mixed, pieces[i][q])
+                train_step(models[i], inner[i], tokens, problem, (round + step / len(batches)) / num_rounds)
+            delta = received[i][p] - parameters_to_vector(pieces[i][p]).detach()
+            mean += pace / sum(paces) * delta
+            if eager:
+                own[i][p] = outer_lr * (1 + outer_momentum) / len(paces) * delta
+                vector_to_parameters(received[i][p] - others[i][p] - own[i][p], pieces[i][p])
+        common[p].grad = mean
+        outer[p].step()
+        made.append(common[p].detach().clone())
+    for c, piece in zip(common, pieces[0], strict=True):
+        vector_to_parameters(c.detach(), piece)
+    return flat(models[0])
 
 
 def sync_sgd(problem: Problem, num_workers: int = 1) -> tuple[Tensor, list[float]]:
@@ -130,7 +151,7 @@ def fed_avg(
         start, stop = round / problem.num_rounds, (round + 1) / problem.num_rounds
         mean = torch.zeros_like(theta)
         for i, num_steps in enumerate(each):
-            nn.utils.vector_to_parameters(theta.detach().clone(), model.parameters())
+            vector_to_parameters(theta.detach().clone(), model.parameters())
             begun = [p.detach().clone() for p in model.parameters()]
 
             def pull(begun: list[Tensor] = begun) -> Tensor:
@@ -172,7 +193,7 @@ def scaffold(problem: Problem, *, num_workers: int, num_inner_steps: int, lr: fl
             y, rates = theta.clone(), 0.0
             for k, tokens in enumerate(rows[f"w{i + 1}"].split(batch)):
                 rate = learning_rate(inner, (round + k / num_inner_steps) / problem.num_rounds)
-                nn.utils.vector_to_parameters(y.clone(), model.parameters())
+                vector_to_parameters(y.clone(), model.parameters())
                 model.zero_grad()
                 logits = model(input_ids=tokens[:, :-1]).logits
                 cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1)).backward()

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
 import pytest
 import torch
+from contract import references
 from pydantic import ValidationError
 
 from potluck.contract import checks
+from potluck.coordinator.plan import ValidationConfig
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
-from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig, fragments
+from potluck.strategies.fleet import Fleet
+from potluck.strategies.streaming_diloco import (
+    StreamingDiLoCo,
+    StreamingDiLoCoConfig,
+    StreamingDiLoCoState,
+    fragments,
+)
+from potluck.strategies.task import BoundTask
 from potluck.types.errors import RecipeError
 from potluck.types.ids import WorkerId
 from potluck.types.params import Layout
@@ -68,6 +82,23 @@ def test_workers_train_on_while_a_fragment_travels() -> None:
     assert seconds(4) < 1.05 * 0.4
 
 
+def test_a_validation_takes_no_longer_than_its_own_work() -> None:
+    """Or workers would first train and deliver all that was begun, and have nothing to do meanwhile."""
+
+    def seconds(every: int) -> float:
+        got = checks.run(
+            Problem(num_rounds=13, validating=ValidationConfig(every_rounds=every)),
+            lambda: streaming(num_inner_steps=16, num_fragments=4, overlap_steps=12),
+            num_workers=2,
+            costs=lambda _: lambda lease: (lease.num_sequences or 4) / 40.0,
+        )
+        assert set(got.losses) == ({0, 13} if not every else {0, *range(every, 13, every), 13})
+        rounds = [at for at, text in got.trace if text.startswith("round ")]
+        return rounds[-1] - rounds[0]
+
+    assert seconds(2) - seconds(0) < 6 * 0.1 + 0.1
+
+
 def test_who_dies_for_good_and_who_joins_late_take_no_round_down() -> None:
     async def disturb(world: World) -> None:
         await world.clock.sleep(8.0)
@@ -90,14 +121,47 @@ def test_who_dies_for_good_and_who_joins_late_take_no_round_down() -> None:
     assert workers[-1] == "w1, w2, w4"
 
 
-def test_eager_workers_take_up_what_they_expect() -> None:
-    settings = {"num_inner_steps": 6, "num_fragments": 2, "overlap_steps": 2, "mixing": 0.5}
-    plain, eager = (
-        checks.run(Problem(num_rounds=8), lambda e=e: streaming(eager=e, **settings), num_workers=2)
-        for e in (False, True)
+class Uneven:
+    """A fleet whose second worker takes twice the steps that it is asked for."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fleet, name)
+
+    async def enqueue(self, tasks: Mapping[WorkerId, BoundTask], **options: Any) -> None:
+        uneven = {
+            w: replace(
+                x, num_sequences=2 * x.num_sequences,
+                arguments={**x.arguments, "num_steps": 2 * x.arguments["num_steps"]},
+            )
+            if w == "w2" else x for w, x in tasks.items()
+        }  # fmt: skip
+        await self._fleet.enqueue(uneven, **options)
+
+
+class UnevenStreaming(StreamingDiLoCo):
+    async def run_round(self, state: StreamingDiLoCoState, fleet: Fleet) -> StreamingDiLoCoState:
+        return await super().run_round(state, cast("Fleet", Uneven(fleet)))
+
+
+@pytest.mark.parametrize("overlap", [0, 3, 4], ids=["none", "one", "one and a third"])
+@pytest.mark.parametrize("eager", [False, True], ids=["plain", "eager"])
+def test_workers_of_unequal_weight_equal_a_plain_loop(eager: bool, overlap: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "num_inner_steps": 6, "overlap_steps": overlap, "mixing": 0.5, "outer_momentum": 0.6, "eager": eager
+    }  # fmt: skip
+    problem = Problem(num_rounds=8)
+    problem.store_shards(tmp_path)
+    config = StreamingDiLoCoConfig(num_fragments=2, **settings)
+    got = checks.run(problem, lambda: UnevenStreaming(config), num_workers=2)
+    expected, other = (
+        references.streaming_diloco(problem, **{**settings, "eager": e}, outer_lr=0.7, paces=(1, 2))
+        for e in (eager, not eager)
     )
-    assert not torch.equal(plain.params, eager.params)
-    assert eager.losses[8] < 0.97 * eager.losses[0]
-    assert [len(plain.kept[WorkerId("w1")]), len(eager.kept[WorkerId("w1")])] == [2, 3]
-    assert streaming(**settings).kept_vectors == 2.0
-    assert streaming(eager=True, **settings).kept_vectors == 3.5  # half of the model is sent at a time
+    assert (got.params - expected).abs().max() < 5e-6
+    assert (got.params - other).abs().max() > 1e-3
+    assert len(got.kept[WorkerId("w1")]) == (3 if eager else 2)
+    # Half of the model is sent at a time.
+    assert StreamingDiLoCo(config).kept_vectors == (3.5 if eager else 2.0)

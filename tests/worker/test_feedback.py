@@ -11,37 +11,46 @@ from torch import Tensor
 from potluck.codecs.bundle import Bundle
 from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
-from potluck.fleet.leases import FLOATING
+from potluck.fleet.leases import AHEAD, FLOATING
 from potluck.protocol import pb
 from potluck.types.errors import InvalidUpdate
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
-from potluck.worker.feedback import max_age_rounds, write_update
+from potluck.worker.feedback import carry_left_over, max_age_commits, max_age_rounds, write_update
 from potluck.worker.state import RunFolder
 
 layout = Layout.of([("w", (64, 128)), ("b", (100,))])
 
 
-def lease(round: int, base: str) -> pb.Lease:
-    return pb.Lease(key="inner/w1", round=round, base_version=base, next_version=f"r{round}-a0-inner.w1")
+def lease(round: int, base: str, beyond: int = 0, part: tuple[int, ...] = ()) -> pb.Lease:
+    """As the fleet names work of rounds, and such as belongs to none."""
+    key = {0: "inner/w1", AHEAD: f"5b/w1#{round}.0", FLOATING: f"w1#{round:09d}.000000.000003"}[beyond]
+    to = f"r{beyond or round}-a0-{key.replace('/', '.')}"
+    return pb.Lease(key=key, round=beyond or round, base_version=base, next_version=to, part=part)
 
 
 class Sender:
-    def __init__(self, folder: Path, spec: str) -> None:
+    def __init__(self, folder: Path, spec: str, *, beyond: int = 0, part: tuple[int, ...] = ()) -> None:
+        self.beyond, self.part = beyond, part
         self.folder, self.spec, self.path = RunFolder(folder), parse_spec(spec), folder / "update"
         self.adopted = ""
 
     def send(self, round: int, delta: Tensor) -> Tensor:
         """What the coordinator decodes."""
+        given, own = lease(round, self.adopted, self.beyond, self.part), layout.part(self.part)
         write_update(
-            self.path, "delta", Vector.of(delta), layout=layout, policy=CodecPolicy(default=self.spec.codec.name),
-            beta=self.spec.beta, lease=lease(round, self.adopted), folder=self.folder, seed=1,
+            self.path, "delta", Vector.of(delta), layout=own, policy=CodecPolicy(default=self.spec.codec.name),
+            beta=self.spec.beta, lease=given, folder=self.folder, seed=1,
         )  # fmt: skip
         with Bundle.open(self.path) as bundle:
-            return bundle.decode_flat("delta", layout)
+            return bundle.decode_flat("delta", own)
+
+    def send_nothing(self, round: int) -> None:
+        """A task without a result, in the middle of a chain."""
+        carry_left_over(self.folder, lease(round, self.adopted, self.beyond))
 
     def commit(self, round: int) -> None:
-        self.adopted = lease(round, "").next_version
+        self.adopted = lease(round, "", self.beyond).next_version
         self.folder.keep_versions([self.adopted])
 
     def left_over(self) -> Tensor:
@@ -89,12 +98,35 @@ def test_beta_forgets_and_a_long_absence_too(tmp_path: Path) -> None:
     assert sender.send(2 + max_age_rounds, zero).abs().sum() == 0
 
 
-def test_work_beyond_rounds_keeps_what_is_left_over_too(tmp_path: Path) -> None:
-    sender, given, sent = Sender(tmp_path, "topk(1.5625%)+ef"), deltas(3), torch.zeros(layout.numel)
-    for delta in given:
-        sent += sender.send(FLOATING, delta)
-        sender.commit(FLOATING)
+@pytest.mark.parametrize(("beyond", "max_age"), [(AHEAD, max_age_rounds), (FLOATING, max_age_commits)])
+def test_work_beyond_rounds_keeps_what_is_left_over_for_as_long(tmp_path: Path, beyond: int, max_age: int) -> None:
+    sender, given, sent = Sender(tmp_path, "topk(1.5625%)+ef", beyond=beyond), deltas(3), torch.zeros(layout.numel)
+    for round, delta in enumerate(given):
+        sent += sender.send(round, delta)
+        sender.commit(round)
     torch.testing.assert_close(sent + sender.left_over(), torch.stack(given).sum(0), rtol=1e-4, atol=1e-4)
+    assert sender.send(2 + max_age, torch.zeros(layout.numel)).abs().sum() > 0
+    assert sender.send(3 + max_age, torch.zeros(layout.numel)).abs().sum() == 0
+
+
+@pytest.mark.parametrize("sends", [False, True], ids=["nothing", "another part"])
+def test_what_is_too_old_is_not_made_young_by_work_that_sends(tmp_path: Path, sends: bool) -> None:
+    """A fragment's rest is carried from state to state until its turn comes."""
+    left: list[float] = []
+    for absent in (max_age_rounds, max_age_rounds + 1):
+        sender = Sender(tmp_path / str(absent), "topk(1.5625%)+ef", beyond=AHEAD, part=(0,))
+        sender.send(1, deltas(1)[0][: layout.tensors[0].numel])
+        sender.commit(1)
+        if sends:
+            sender.part = (1,)
+            sender.send(1 + absent, torch.zeros(layout.tensors[1].numel))
+        else:
+            sender.send_nothing(1 + absent)
+        sender.commit(1 + absent)
+        sender.part = (0,)
+        left.append(sender.send(2 + absent, torch.zeros(layout.tensors[0].numel)).abs().sum().item())
+    assert left[0] > 0
+    assert left[1] == 0
 
 
 def test_a_refused_update_resets_what_is_left_over(tmp_path: Path) -> None:

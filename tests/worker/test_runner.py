@@ -12,6 +12,7 @@ from torch import Tensor
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.codecs.bundle import pack_tensors
+from potluck.fleet.leases import AHEAD
 from potluck.protocol import pb
 from potluck.simulator.exact.problem import Problem
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
@@ -98,6 +99,23 @@ def test_work_that_is_no_longer_wanted_when_the_device_is_ready_is_not_done(tmp_
         await asyncio.sleep(1)
         assert calls == [2]
         assert [r.key for r in runner.results.values()] == ["kept"]
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+    run_virtual(main())
+
+
+def test_pure_work_goes_before_what_was_begun_ahead(tmp_path: Path) -> None:
+    calls.clear()
+
+    async def main() -> None:
+        runner = make(tmp_path)
+        ahead = [pb.Lease(key=f"{n}b", round=AHEAD, task="toyrun.note", kind="pinned",
+                          arguments_json=f'{{"number":{n}}}') for n in (1, 2)]  # fmt: skip
+        working = asyncio.create_task(runner.run())
+        await runner.desire(pb.Desired(leases=[*ahead, lease("validation", 3)]))
+        await asyncio.sleep(1)
+        assert calls == [3, 1, 2]
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
 

@@ -65,8 +65,9 @@ class Ahead:
     def orphans(self) -> list[str]:
         """Names of open work that follows work which was lost: a process died before it wrote that down."""
         lost = {
-            pb.Lease.FromString(row.lease).next_version
+            version
             for rows in self.attempt.leases.values() for row in rows[-1:] if row.status == "lost"
+            if (version := pb.Lease.FromString(row.lease).next_version)  # what was never sent leads to none
         }  # fmt: skip
         found: list[str] = []
         waiting = [(n, pb.Lease.FromString(r[-1].lease)) for n, r in self.attempt.leases.items() if _open(r)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from potluck.fleet.claims import Claims
@@ -14,7 +14,7 @@ from potluck.fleet.roster import LeaseId, Member, absence, heard_until, silence
 from potluck.planner.deadline import deadline_s
 from potluck.protocol import pb
 from potluck.storage.ledger import ReplyRow
-from potluck.strategies.fleet import Reduction
+from potluck.strategies.fleet import Reduction, WorkerInfo
 from potluck.types.ids import WorkerId
 
 FLOATING = (1 << 40) - 1
@@ -130,6 +130,11 @@ class LeaseBook:
 
     def of(self, worker: WorkerId) -> list[OpenLease]:
         return list(self._by_worker.get(worker, {}).values())
+
+    def free(self, workers: Iterable[WorkerInfo]) -> list[WorkerInfo]:
+        """Who may be given pure work, those with least else to do first: it goes before what was begun ahead."""
+        found = [w for w in workers if all(x.message.round == AHEAD for x in self.of(w.id))]
+        return sorted(found, key=lambda w: len(self.of(w.id)))
 
     def look(self, lease: OpenLease, at: float) -> None:
         """Have it looked at from that time on, and no earlier."""

@@ -413,15 +413,15 @@ class LiveFleet:
         running: dict[str, list[OpenLease]],
         took: Sequence[float],
     ) -> None:
-        """Give every idle worker the next task nobody works on; near the end, a second copy of the slowest."""
-        idle = [w for w in self.roster.here(self._clock.now()) if not self.book.of(w.id)]
+        """Give every free worker the next task nobody works on; near the end, a second copy of the slowest."""
+        free = self.book.free(self.roster.here(self._clock.now()))
         untouched = [k for k in missing if not running.get(k)]
         now, typical_s = self._clock.now(), statistics.median(took) if took else 0.0
         late = [
             k for k in missing if len(running.get(k, [])) == 1 and now - running[k][0].issued_at > 5 + 2 * typical_s
         ]
         fresh: list[tuple[WorkerId, BoundTask, str, int]] = []
-        for worker, task_key in zip(idle, [*untouched, *late], strict=False):
+        for worker, task_key in zip(free, [*untouched, *late], strict=False):
             issue = len(self.now.leases.get(task_key, []))
             fresh.append((worker.id, bag[task_key], task_key, issue))
         for lease in await self.issue(self.now, fresh, expects=None):

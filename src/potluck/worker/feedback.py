@@ -6,6 +6,9 @@ e is pinned state: it is written beside the one it came from under the name of t
 adopted with it. So an update that was dropped, late or in a discarded round leaves e, the optimizer and the data as
 they were before it, and the work is done again from there: no mass is lost and none counts twice. A refused update
 resets e, since what made it invalid may be in it. e lies in a mapped file and costs no memory.
+
+How old e is goes by the rounds in which the task that left it and the one that takes it up were handed out: the names
+of the states that they lead to tell them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from potluck.codecs.bundle import write_flat_slices
 from potluck.codecs.policy import CodecPolicy
+from potluck.fleet.leases import AHEAD, FLOATING
 from potluck.protocol import pb
 from potluck.storage.files import reserve
 from potluck.types.params import Layout, type_bytes
@@ -27,7 +31,10 @@ from potluck.worker.state import RunFolder
 
 max_age_rounds = 64
 """What was left over longer ago than this belongs to another model by now."""
-_round_of = re.compile(r"r([0-9]{1,19})-")  # work beyond rounds has a number of 13 digits
+max_age_commits = 64 * max_age_rounds
+"""The same without a barrier: there a round is no more than one update of one among many workers."""
+_round_of = re.compile(r"r([0-9]{1,19})-")
+_handed_out_in = re.compile(r"#([0-9]{1,19})\.[0-9.]+\Z")  # of work that belongs to no round
 
 
 def write_update(
@@ -41,8 +48,7 @@ def write_update(
     noise = int.from_bytes(hashlib.sha256(f"{seed}/{lease.round}/{lease.key}".encode()).digest()[:8], "little")
     before = _left_over(folder, lease, layout) if lease.next_version else None
     if lease.part:
-        sent = folder.residual_path(lease.base_version, lease.part)
-        folder.carry_residuals(lease.base_version, lease.next_version, but=sent)
+        carry_left_over(folder, lease, but=folder.residual_path(lease.base_version, lease.part))
     if not beta or not lease.next_version:  # what an earlier round left over is sent along
         total = vector if before is None else vector + before
         write_flat_slices(path, name, total.read, layout, policy, seed=noise)
@@ -56,13 +62,32 @@ def write_update(
     scratch.replace(after_path)
 
 
+def carry_left_over(folder: RunFolder, lease: pb.Lease, *, but: Path | None = None) -> None:
+    """What nothing was sent of is left over in the next state too. `but`: the file of what was sent."""
+    if _is_young(lease):
+        folder.carry_residuals(lease.base_version, lease.next_version, but=but)
+
+
 def _left_over(folder: RunFolder, lease: pb.Lease, layout: Layout) -> Vector | None:
-    match = _round_of.match(lease.base_version)
     path = folder.residual_path(lease.base_version, lease.part)
-    is_young = match is not None and lease.round - int(match[1]) <= max_age_rounds
-    if not is_young or not path.is_file() or path.stat().st_size != layout.numel * type_bytes:
+    if not _is_young(lease) or not path.is_file() or path.stat().st_size != layout.numel * type_bytes:
         return None
     return Vector.of(_mapped(path, layout.numel))
+
+
+def _is_young(lease: pb.Lease) -> bool:
+    """Whether what is left over in the state that it starts from still counts."""
+    before, now = _made_in(lease.base_version), _made_in(lease.next_version)
+    max_age = max_age_commits if lease.round == FLOATING else max_age_rounds
+    return before is not None and now is not None and now - before <= max_age
+
+
+def _made_in(version: str) -> int | None:
+    """The round in which the task that leads to this state was handed out."""
+    match = _round_of.match(version)
+    if match is not None and int(match[1]) >= AHEAD:
+        match = _handed_out_in.search(version)
+    return int(match[1]) if match is not None else None
 
 
 def _mapped(path: Path, numel: int) -> Tensor:

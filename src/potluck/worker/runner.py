@@ -31,7 +31,7 @@ from potluck.types.errors import CorruptError, NotFinite, PotluckError, Refused,
 from potluck.types.ids import Digest
 from potluck.types.untrusted import printable
 from potluck.types.vector import Vector
-from potluck.worker.feedback import write_update
+from potluck.worker.feedback import carry_left_over, write_update
 from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
 from potluck.worker.pieces import Pieces
@@ -244,7 +244,7 @@ class Runner:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            lease = waiting[0]
+            lease = min(waiting, key=lambda x: x.kind != "pure")  # a chain has more to do after it
             self.current = lease_id(lease)
             self._ahead_wake.set()
             try:
@@ -371,7 +371,7 @@ class Runner:
             self._encoded.discard(Digest(answer.object))
         else:
             if lease.round == AHEAD:  # more of the same chain follows
-                await self._files.run(self.folder.carry_residuals, lease.base_version, lease.next_version)
+                await self._files.run(carry_left_over, self.folder, lease)
             self._report(answer)
         await self._save_results()  # from here on a restart only sends it
         if lease.kind == "pinned":

@@ -64,6 +64,21 @@ def test_no_product_is_wrong_whatever_happens_to_devices(first: int) -> None:
     assert sum(v.outcome == "finished" for v in verdicts) >= 7
 
 
+def test_rounds_that_overlap_are_what_their_tasks_make_of_them() -> None:
+    """Streaming DiLoCo with any overlap, plain and eager: chains of tasks, through every crash."""
+    verdicts = [play_seed(seed, only=("streaming_diloco",)) for seed in range(8)]
+    assert [(v.seed, v.detail) for v in verdicts if not v.is_good] == []
+    assert sum(v.outcome == "finished" for v in verdicts) >= 7
+
+
+@pytest.mark.parametrize("name", ["fed_avg", "sparse_diloco"])
+def test_relatives_of_diloco_keep_what_is_theirs(name: str) -> None:
+    """Moments of the outer optimizer, control variates of workers, what their codecs left over."""
+    verdicts = [play_seed(seed, only=(name,)) for seed in range(2, 8)]
+    assert [(v.seed, v.detail) for v in verdicts if not v.is_good] == []
+    assert sum(v.outcome == "finished" for v in verdicts) >= 5
+
+
 @pytest.mark.parametrize("first", range(0, 24, 8))
 def test_every_update_without_a_barrier_counts_once(first: int) -> None:
     """Asynchronous DiLoCo in all its ways: an accepted update waits for its commit through every crash."""

@@ -41,6 +41,8 @@ from potluck.simulator.exact.world import World
 from potluck.storage.ledger import ReplyRow
 from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+from potluck.strategies.fed_avg import FedAvg, FedAvgConfig
+from potluck.strategies.sparse_diloco import SparseDiLoCo, SparseDiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig
 from potluck.strategies.sub_gemm.strategy import SubGEMM, SubGEMMConfig
@@ -55,6 +57,7 @@ calm_every = 8
 """Of so many seeds one is played without its faults too."""
 _shared_memory = "/dev/shm"
 strategies = ("diloco", "sync_sgd")
+_local_steps = ("diloco", "fed_avg", "sparse_diloco")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +149,14 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
         min_reply_fraction=chance.choice((0.5, 0.5, 1.0)),
     )
     case = replace(case, faults=(*case.faults, *aim(chance, case.workers, kinds=kinds)))
+    if case.strategy == "sparse_diloco":  # it goes with no other codec and no other rule
+        case = replace(case, up_codec="topk(6.25%)+2bit+ef(0.95)", rule="norm_clipping")
     if case.strategy == "async_diloco":
         return replace(case, num_rounds=3 * case.num_rounds)  # a round takes as little as one update
     if case.strategy == "streaming_diloco":  # rounds overlap: it takes some until all that can be under way is
         case = _with_lost_work(case, chance, kinds) if chance.random() < 0.5 else case
         return replace(case, num_rounds=case.num_rounds + 3)
-    if case.strategy != "diloco":
+    if case.strategy not in _local_steps:
         return case
     if case.balance == "none":
         return _with_lost_work(case, chance, kinds) if chance.random() < 0.5 else case
@@ -173,6 +178,18 @@ def asynchronous(case: Case) -> AsyncDiLoCoConfig:
         quorum=quorum,
         grace=chance.choice((0.0, 0.5, 2.0)),
     )
+
+
+def federated(case: Case) -> FedAvgConfig:
+    """FedAvg, or one of its relatives."""
+    relatives: tuple[dict[str, Any], ...] = (
+        {}, {"outer_momentum": 0.6}, {"proximal": 0.5}, {"outer": "adam"}, {"outer": "yogi", "normalised": True},
+        {"control_variates": True},
+    )  # fmt: skip
+    return FedAvgConfig(
+        num_inner_steps=case.num_inner_steps, min_reply_fraction=case.min_reply_fraction,
+        **random.Random(f"federated/{case.seed}").choice(relatives),
+    )  # fmt: skip
 
 
 def _with_lost_work(case: Case, chance: random.Random, kinds: Sequence[Kind]) -> Case:
@@ -365,9 +382,11 @@ class _Play:
             snapshot_every_steps=case.snapshot_every,
             balance=case.balance,
         )
+        optimizer = "sgd" if case.strategy == "fed_avg" and federated(case).control_variates else "adamw"
         return Problem(
             num_rounds=case.num_rounds, seed=case.seed, num_shards=3, sequences_per_shard=16, fleet=fleet,
-            inner=InnerConfig(lr=3e-3, batch_size=4, warmup=0.1), up_codec=case.up_codec, down_codec=case.down_codec,
+            inner=InnerConfig(optimizer=optimizer, lr=3e-3, batch_size=4, warmup=0.1),
+            up_codec=case.up_codec, down_codec=case.down_codec,
             checkpoint=CheckpointConfig(every_rounds=case.checkpoint_every),
             validating=ValidationConfig(every_rounds=case.validate_every),
             aggregation=AggregationConfig.model_validate({"rule": case.rule}),
@@ -382,12 +401,12 @@ class _Play:
             return StreamingDiLoCo(_streaming(self.case))
         if self.case.strategy == "sub_gemm":
             return SubGEMM(SubGEMMConfig(head_computes=self.case.seed % 6 == 0, least_side=4))
-        return DiLoCo(
-            DiLoCoConfig(
-                num_inner_steps=self.case.num_inner_steps, outer_momentum=0.6,
-                min_reply_fraction=self.case.min_reply_fraction,
-            )
-        )  # fmt: skip
+        if self.case.strategy == "fed_avg":
+            return FedAvg(federated(self.case))
+        local = {"num_inner_steps": self.case.num_inner_steps, "min_reply_fraction": self.case.min_reply_fraction}
+        if self.case.strategy == "sparse_diloco":
+            return SparseDiLoCo(SparseDiLoCoConfig.model_validate(local))
+        return DiLoCo(DiLoCoConfig.model_validate({"outer_momentum": 0.6, **local}))
 
     # Watching
 

@@ -37,7 +37,7 @@ from potluck.types.errors import StateMissing
 from potluck.types.ids import Digest
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
-from potluck.worker.feedback import write_update
+from potluck.worker.feedback import carry_left_over, write_update
 from potluck.worker.replica import TorchReplica
 from potluck.worker.sources import Sources
 from potluck.worker.state import RunFolder
@@ -99,7 +99,7 @@ class Reference:
             if dict(result.scalars) != dict(row.scalars):
                 return False
             if not result.tensors:
-                self._folder.carry_residuals(lease.base_version, lease.next_version)
+                carry_left_over(self._folder, lease)
                 return not row.object
             ((name, tensor),) = result.tensors.items()
             return self._encoded(lease, row, objects, name, Vector.of(tensor))

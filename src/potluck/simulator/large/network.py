@@ -126,7 +126,8 @@ class FluidNetwork:
         if self._service is None:
             return
         fleet, now = self._service.run.fleet, self.clock.now()
-        for number, lease in enumerate(fleet.book.of(worker)):  # it does one after the other
+        held = sorted(fleet.book.of(worker), key=lambda x: x.message.kind != "pure")
+        for number, lease in enumerate(held):  # it does one after the other
             if not number and lease.seen(pb.Progress(activity=activity), now):
                 fleet.watching.look(lease)
             lease.progress_at = math.inf  # it moves on until something is heard of the contrary

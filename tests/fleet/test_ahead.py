@@ -1,0 +1,87 @@
+"""What a restart makes of work that was begun early: whose chains go on, and what follows work that was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from potluck.fleet.ahead import Ahead, Chain
+from potluck.fleet.attempt import Attempt
+from potluck.fleet.leases import AHEAD
+from potluck.protocol import pb
+from potluck.storage.ledger import LeaseRow
+from potluck.types.ids import WorkerId
+
+
+def row(key: str, worker: str, base: str, leads_to: str, status: str = "open", reason: str = "") -> LeaseRow:
+    name = f"{key}/{worker}#0.0"
+    lease = pb.Lease(key=name, round=AHEAD, kind="pinned", base_version=base, next_version=leads_to)
+    return LeaseRow(key=name, issue=0, worker=worker, lease=lease.SerializeToString(), status=status, reason=reason)
+
+
+def unsent(key: str, worker: str) -> LeaseRow:
+    """Of work that was not handed out, since what it would follow is lost."""
+    return row(key, worker, "", "", "lost", "it died")
+
+
+def ahead(*rows: LeaseRow) -> Ahead:
+    return Ahead.of(Attempt(round=AHEAD, leases={r.key: [r] for r in rows}))
+
+
+def test_work_that_was_never_sent_takes_nothing_with_it() -> None:
+    """Chains that begin with no state are those of other workers."""
+    found = ahead(
+        row("0b", "w1", "", "v1", "lost", "it died"),
+        unsent("1b", "w1"),
+        row("0b", "w2", "", "u1"),
+        row("1b", "w2", "u1", "u2"),
+    )
+    assert found.orphans() == []
+    assert found.under_way() == ["w2"]
+
+
+def test_all_that_follows_lost_work_is_lost() -> None:
+    found = ahead(
+        row("0b", "w1", "", "v1", "replied"),
+        row("1a", "w1", "v1", "v2", "lost", "it died"),
+        row("1b", "w1", "v2", "v3"),
+        row("2a", "w1", "v3", "v4"),
+        row("1a", "w2", "u1", "u2"),
+    )
+    assert found.orphans() == ["1b/w1#0.0", "2a/w1#0.0"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "chain"),
+    [
+        ([row("0b", "w", "v0", "v1", "replied"), row("1b", "w", "v1", "v2")], Chain("v2")),
+        (
+            [row("0b", "w", "v0", "v1", "replied"), row("1b", "w", "v1", "v2", "lost", "it died"), unsent("2b", "w")],
+            Chain("v1", broken="it died"),
+        ),
+        ([row("0b", "w", "v0", "v1", "lost", "it died"), unsent("1b", "w")], Chain("", broken="it died")),
+        (
+            [
+                row("0b", "w", "v0", "v1", "replied"),
+                row("1b", "w", "v1", "v2", "lost", "it died"),
+                unsent("2b", "w"),
+                row("3b", "w", "v0", "v3"),
+            ],
+            Chain("v3"),
+        ),
+        ([row("0b", "w", "", "v1", "lost", "it died"), row("1b", "w", "", "v2")], Chain("v2")),
+    ],
+    ids=["whole", "broken", "nothing left", "begun again", "begun again with no state"],
+)
+def test_a_chain_is_what_was_handed_to_its_worker(rows: Sequence[LeaseRow], chain: Chain) -> None:
+    found = ahead(*rows)
+    assert found.chains == {WorkerId("w"): chain}
+    assert found.under_way() == ([] if chain.broken else ["w"])
+
+
+def test_names_are_kept_by_key_and_worker() -> None:
+    found = ahead(row("0b", "w2", "", "u1"), row("0b", "w1", "", "v1", "replied"), unsent("1b", "w1"))
+    assert dict(found.begun("0b")) == {"w1": "0b/w1#0.0", "w2": "0b/w2#0.0"}
+    assert list(found.begun("0b")) == ["w1", "w2"]
+    assert list(found.names(["0b", "1b"])) == ["0b/w2#0.0", "0b/w1#0.0", "1b/w1#0.0"]
