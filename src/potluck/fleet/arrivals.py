@@ -83,6 +83,27 @@ class Arrivals:
                 await self._offer(wanted, but=())
             elif free and not any(self._at_work()):
                 return [row.key for row in free]  # nobody else can come
+    def withdraw(self, reason: str) -> list[str]:
+        """The replies that this attempt took count no more, nor what workers went on to from the states that they left.
+        The keys of all these; their data is dealt again."""
+        fleet, floating = self._fleet, self._fleet.floating
+        keys = {key for key in fleet.now.consumed if key in floating.replies and "@" not in key}
+        gone = {floating.replies[key].version for key in keys} - {""}
+        under_way = {x.message.key: x for x in self._at_work()}
+        for key in [k for k in floating.leases if k in floating.replies or k in under_way]:
+            lease = pb.Lease.FromString(floating.leases[key][-1].lease)  # a worker's in the order in which they began
+            if key not in keys and lease.base_version not in gone:
+                continue
+            if key in under_way:
+                fleet.give_up(under_way[key], reason)
+            else:
+                fleet.data.settle(lease.spans, consumed=False)
+            keys.add(key)
+            gone |= {lease.next_version} - {""}
+            del floating.leases[key]
+            floating.drop_reply(key)
+        return sorted(keys)
+
             elif is_enough:
                 if ends_at is None:
                     ends_at = self._clock.now() + wanted.grace * self._typical_s(free)

@@ -162,8 +162,9 @@ class LiveFleet:
 
     def held_versions(self, worker: WorkerId) -> list[str]:
         """Pinned states that a worker must keep, since their round may still be committed."""
-        beyond = (self.floating, self.ahead.work.attempt)
-        return [*self.now.versions_of(worker), *(v for x in beyond for v in x.versions_of(worker))]
+        places = (self.now, self.floating, self.ahead.work.attempt)
+        committed = {self.versions.get(worker, "")} - {self.adopted_version(worker)}
+        return [*committed, *(v for x in places for v in x.versions_of(worker))]
 
     def settle_data(self, *, committed: bool) -> Any:
         """What accepted replies trained counts as consumed, all other data of the attempt goes back to be dealt.
