@@ -134,6 +134,7 @@ class Coordinator:
                 down_rules=plan.down_rules,
                 compression=plan.compression,
                 aggregation=plan.aggregation,
+                min_workers=plan.fleet.min_workers,
             )
             return ledger, params, facts
 
@@ -216,8 +217,8 @@ class Coordinator:
                 beyond.append(FLOATING)
             elif isinstance(reason, UnusableUpdates):  # else the next attempt would take the same
                 withdrawn = self.fleet.arrivals.withdraw(str(reason))
-            discard = partial(self.ledger.discard, beyond=beyond, withdrawn=withdrawn)
             deal = self.fleet.settle_data(committed=False)
+            discard = partial(self.ledger.discard, beyond=beyond, withdrawn=withdrawn)
             await self.lanes.ledger.run(discard, state.round, self._attempt, str(reason), deal, operation)
             self.fleet.end(committed=False)
 

@@ -38,6 +38,7 @@ class Wanted:
     min_replies: int = 1
     grace: float | None = None
     expects: Reduction | None = None
+    max_staleness: int | None = None
 
 
 class Arrivals:
@@ -45,10 +46,12 @@ class Arrivals:
 
     def __init__(self, fleet: LiveFleet, clock: Clock, ledger: Ledger, lane: Executor) -> None:
         self._fleet, self._clock, self._ledger, self._lane = fleet, clock, ledger, lane
+        self._max_staleness: int | None = None  # of what the last verb takes
 
     async def take(self, wanted: Wanted, name: str) -> tuple[Reply, ...]:
         """The replies for the verb of that name, as was decided before if it was. They count with this attempt."""
         fleet, now = self._fleet, self._fleet.now
+        self._max_staleness = wanted.max_staleness
         if wanted.expects:
             check_reduction(wanted.expects, fleet.run.aggregation)
         if name not in now.decisions:
@@ -57,6 +60,19 @@ class Arrivals:
         rows = [fleet.floating.replies[key] for key in now.decisions[name]]
         now.consumed |= {row.key: row for row in rows}
         return tuple(replace(fleet.reply_of(row), round=handed_out_in(row.key)) for row in rows)
+
+    def too_stale(self, lease: OpenLease) -> str:
+        """Why a result that has come counts no more, "" where it does."""
+        most, message = self._max_staleness, lease.message
+        if most is None or message.round != FLOATING or message.kind == "session":
+            return ""
+        staleness = self._fleet.now.round - handed_out_in(message.key)
+        if staleness <= most:
+            return ""
+        return (
+            f"{lease.worker} was {staleness} commits at an update, which counts after {most} at most; give slower "
+            "workers less to do with fleet.balance = 'time', or raise strategy.max_staleness"
+        )
 
     def drop(self) -> None:
         """The run goes back to the round before: no such work counts any more, and its data is dealt again."""
@@ -67,22 +83,6 @@ class Arrivals:
         fleet.floating = Attempt(round=FLOATING)
         fleet.now.consumed.clear()
 
-    async def _choose(self, wanted: Wanted) -> list[str]:
-        """The keys of the replies to take, once they are here."""
-        roster, now, floating = self._fleet.roster, self._fleet.now, self._fleet.floating
-        self._claim(wanted.expects)
-        ends_at: float | None = None
-        while True:
-            delivered = {row.worker for row in _free(now, floating)}
-            await self._offer(wanted, but=delivered)
-            free = _free(now, floating, one_each=wanted.grace is not None)
-            is_enough = len(free) >= wanted.min_replies
-            if wanted.grace is None and is_enough:
-                return [row.key for row in free[: wanted.min_replies]]
-            if wanted.grace is None:  # who has delivered goes on with the state as it is
-                await self._offer(wanted, but=())
-            elif free and not any(self._at_work()):
-                return [row.key for row in free]  # nobody else can come
     def withdraw(self, reason: str) -> list[str]:
         """The replies that this attempt took count no more, nor what workers went on to from the states that they left.
         The keys of all these; their data is dealt again."""
@@ -104,6 +104,22 @@ class Arrivals:
             floating.drop_reply(key)
         return sorted(keys)
 
+    async def _choose(self, wanted: Wanted) -> list[str]:
+        """The keys of the replies to take, once they are here."""
+        roster, now, floating = self._fleet.roster, self._fleet.now, self._fleet.floating
+        self._claim(wanted.expects)
+        ends_at: float | None = None
+        while True:
+            delivered = {row.worker for row in _free(now, floating)}
+            await self._offer(wanted, but=delivered)
+            free = _free(now, floating, one_each=wanted.grace is not None)
+            is_enough = len(free) >= wanted.min_replies
+            if wanted.grace is None and is_enough:
+                return [row.key for row in free[: wanted.min_replies]]
+            if wanted.grace is None:  # who has delivered goes on with the state as it is
+                await self._offer(wanted, but=())
+            elif free and not any(self._at_work()):
+                return [row.key for row in free]  # nobody else can come
             elif is_enough:
                 if ends_at is None:
                     ends_at = self._clock.now() + wanted.grace * self._typical_s(free)

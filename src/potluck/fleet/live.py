@@ -433,9 +433,10 @@ class LiveFleet:
         return reply
 
     async def gather(
-        self, offer: Offer, *, key: str, min_replies: int, expects: Reduction, grace: float | None = None
-    ) -> tuple[Reply, ...]:
-        wanted = Wanted(offer=offer, min_replies=min_replies, grace=grace, expects=expects)
+        self, offer: Offer, *, key: str, min_replies: int, expects: Reduction, grace: float | None = None,
+        max_staleness: int | None = None,
+    ) -> tuple[Reply, ...]:  # fmt: skip
+        wanted = Wanted(offer=offer, min_replies=min_replies, grace=grace, expects=expects, max_staleness=max_staleness)
         return await self.arrivals.take(wanted, f"gather/{key}")
 
     async def reduce(self, replies: Sequence[Reply], reduction: Reduction) -> Params:

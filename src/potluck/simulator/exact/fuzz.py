@@ -147,7 +147,7 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
     )
     case = replace(case, faults=(*case.faults, *aim(chance, case.workers, kinds=kinds)))
     if case.strategy == "async_diloco":
-        return replace(case, num_rounds=3 * case.num_rounds)  # a round takes as little as one update
+        return replace(case, rule="mean", num_rounds=3 * case.num_rounds)  # a round takes as little as one update
     if case.strategy == "streaming_diloco":  # rounds overlap: it takes some until all that can be under way is
         case = _with_lost_work(case, chance, kinds) if chance.random() < 0.5 else case
         return replace(case, num_rounds=case.num_rounds + 3)
