@@ -19,7 +19,7 @@ from potluck.simulator.exact.world import World
 from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig, AsyncDiLoCoState
 from potluck.strategies.fleet import Fleet
 from potluck.types.errors import RunStopped
-from potluck.types.ids import WorkerId
+from potluck.types.ids import Digest, WorkerId
 
 Accepted = list[list[str]]
 """By commit, the workers whose updates counted, in the order of keys."""
@@ -44,7 +44,7 @@ def play(
 ) -> tuple[AsyncDiLoCoState, World, Accepted]:  # fmt: skip
     """`seconds` that each worker takes for a step."""
     problem = Problem(num_rounds=num_rounds, validate=False)
-    problem.fleet = FleetConfig(min_workers=len(seconds), no_progress_s=60.0, **(fleet or {}))
+    problem.fleet = FleetConfig.model_validate({"min_workers": len(seconds), "no_progress_s": 60.0, **(fleet or {})})
     strategy = strategy or AsyncDiLoCo(AsyncDiLoCoConfig(num_inner_steps=4, **settings))
 
     def cost(step_s: float) -> Callable[[pb.Lease], float]:
@@ -126,3 +126,70 @@ def test_a_run_that_came_apart_takes_no_work_along_that_began_before(tmp_path: P
     run = world.last
     assert run is not None
     assert sum(epoch["consumed"] for epoch in run.deck.account()) == state.tokens // 8
+
+
+def check_books(world: World, state: AsyncDiLoCoState) -> None:
+    """All that was trained counts, and no more is handed out than is at work or waits for its commit."""
+    run = world.last
+    assert run is not None
+    account = run.deck.account()
+    assert sum(epoch["consumed"] for epoch in account) == state.tokens // 8
+    kept = [rows[-1] for rows in run.fleet.floating.leases.values() if rows[-1].status != "lost"]
+    held = [span for row in kept for span in pb.Lease.FromString(row.lease).spans]
+    assert sum(epoch["outstanding"] for epoch in account) == sum(span.stop - span.start for span in held)
+
+
+def test_the_work_of_who_dies_is_given_up_while_the_others_go_on(tmp_path: Path) -> None:
+    died_at: list[float] = []
+
+    async def disturb(world: World) -> None:
+        await world.clock.sleep(3.0)
+        await world.crash("w2")
+        died_at.append(world.clock.time())
+
+    state, world, accepted = play(tmp_path, seconds=[1.0, 2.4], num_rounds=6, disturb=disturb, fleet={"min_workers": 1})
+    assert accepted == [["w1"]] * 6
+    (lost,) = [event for event in world.events if event.kind == "lost"]
+    assert lost.text.startswith("w2 has been away for 6 s") and 6.0 <= lost.at - died_at[0] <= 7.0
+    check_books(world, state)
+
+
+def test_an_update_that_is_too_stale_is_dropped_and_its_data_dealt_again(tmp_path: Path) -> None:
+    state, world, accepted = play(tmp_path, seconds=[1.0, 3.6], num_rounds=9, max_staleness=2)
+    assert accepted == [["w1"]] * 9
+    lost = [event for event in world.events if event.kind == "lost"]
+    assert {event.detail["worker"] for event in lost} == {"w2"} and len(lost) == 2
+    assert "w2 was 3 commits at an update, which counts after 2 at most" in lost[0].text
+    check_books(world, state)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_accepted_update_that_cannot_be_used_costs_its_commit_and_not_the_run(
+    tmp_path: Path, restarts: bool
+) -> None:
+    """The disk loses w1's update, which the second commit of two would take; w1 has gone on from its state by then."""
+
+    async def disturb(world: World) -> None:
+        run = world.run
+        assert run is not None
+        while (run.state is None or run.state.round < 1) or not run.fleet.floating.replies:
+            await world.clock.sleep(0.1)
+        (reply,) = run.fleet.floating.replies.values()
+        await world.clock.sleep(0.5)
+        assert reply.worker == "w1" and len(run.fleet.book.of(WorkerId("w1"))) == 1
+        name = run.objects.path(Digest(reply.object)).name
+        if restarts:
+            await world.crash_coordinator()
+        (world.disk("coordinator") / "objects" / name).unlink()
+        if restarts:
+            await world.start()
+
+    state, world, accepted = play(
+        tmp_path, seconds=[1.0, 1.3], num_rounds=4, updates_per_commit=2, disturb=disturb,
+        fleet={"max_discarded_rounds": 2},
+    )  # fmt: skip
+    (discarded,) = [event.text for event in world.events if event.kind == "discarded"]
+    assert "an accepted update cannot be read any more" in discarded
+    assert len(accepted) == 4 and state.tokens == 8 * 4 * 4 * 8
+    assert not [event.text for event in world.events if event.kind == "note" and "afresh" in event.text]
+    check_books(world, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -79,6 +80,7 @@ def test_a_step_on_a_measured_device() -> None:
     fast = device_cost(speeds, "bf16-mixed")
     assert fast is not None and fast.gemm.s_per_flop == pytest.approx(1e-10)
     assert device_cost(Speeds()) is None
+    assert device_cost(replace(speeds)) is cost  # fitted once
 
 
 def machine(device: str, name: str = "", threads: int = 1, *, s_per_flop: float = 0.0) -> DeviceProfile:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from potluck.aggregation.config import AggregationConfig
 from potluck.optim.inner import InnerConfig
 from potluck.planner.balance import Pace
 from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig, AsyncDiLoCoState, dynamic_steps
 from potluck.strategies.fleet import Reduction, Reply, WorkerInfo
 from potluck.strategies.run import Budget, RunFacts
 from potluck.strategies.task import BoundTask
+from potluck.types.errors import RecipeError
 from potluck.types.ids import WorkerId
 from potluck.types.params import Fragment, Layout, Params
 from potluck.types.profile import DeviceProfile
@@ -44,7 +46,7 @@ class Scripted:
     values: dict[Params, Tensor]
     here: tuple[WorkerInfo, ...]
     arrivals: Sequence[Arrival] = ()
-    asked: tuple[int, float | None] = (0, None)
+    asked: tuple[int, float | None, int | None] = (0, None, None)
 
     @property
     def run(self) -> RunFacts:
@@ -55,9 +57,9 @@ class Scripted:
 
     async def gather(
         self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str, min_replies: int, expects: Reduction,
-        grace: float | None = None,
+        grace: float | None = None, max_staleness: int | None = None,
     ) -> tuple[Reply, ...]:  # fmt: skip
-        self.asked = (min_replies, grace)
+        self.asked = (min_replies, grace, max_staleness)
         return tuple(
             Reply(worker=WorkerId(w), key=f"{w}#{seed}", scalars={"num_tokens": 10, "loss_sum": 20.0}, round=began)
             for w, began, seed in self.arrivals
@@ -107,7 +109,7 @@ def test_delayed_nesterov_one_update_at_a_time() -> None:
         outer_lr=0.5, outer_momentum=0.8, staleness="polynomial", staleness_rate=0.5, momentum_spread=0.6
     )
     got, fleet = play(config, [[a] for a in arrivals], num_workers=3)
-    assert fleet.asked == (1, None)
+    assert fleet.asked == (1, None, 24)  # stale after eight updates of each of the three
     theta, momentum, gathered = vector(0), torch.zeros(layout.numel), torch.zeros(layout.numel)
     for version, (_, began, seed) in enumerate(arrivals):
         step = vector(seed) / math.sqrt(1 + version - began) / 3
@@ -126,23 +128,41 @@ def test_a_buffer_without_momentum_is_fedbuff() -> None:
         outer_lr=0.9, outer_momentum=0.0, updates_per_commit=2, momentum_every=2, staleness="polynomial"
     )
     got, fleet = play(config, commits, num_workers=3)
-    assert fleet.asked == (2, None)
+    assert fleet.asked == (2, None, 16)
     theta = vector(0)
     for version, commit in enumerate(commits):
         theta = theta - 0.9 / 2 * sum(vector(seed) / math.sqrt(1 + version - began) for _, began, seed in commit)  # pyright: ignore
     torch.testing.assert_close(got, theta, rtol=1e-5, atol=1e-6)
 
 
-def test_a_quorum_that_all_meet_is_nesterov_and_counts_workers() -> None:
-    commits = [[(f"w{i + 1}", version, 10 * version + i) for i in range(4)] for version in range(3)]
-    got, fleet = play(AsyncDiLoCoConfig(quorum=0.6, grace=0.5, outer_momentum=0.9), commits, num_workers=4)
-    assert fleet.asked == (3, 0.5)
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (3, 4, 2, 3)], ids=["all reply", "some are late"])
+def test_with_a_quorum_each_commit_is_a_nesterov_step_with_the_mean_of_those_who_replied(sizes: Sequence[int]) -> None:
+    commits = [[(f"w{i + 1}", r, 10 * r + i) for i in range(size)] for r, size in enumerate(sizes)]
+    got, fleet = play(AsyncDiLoCoConfig(quorum=0.5, grace=0.5, outer_momentum=0.9), commits, num_workers=4)
+    assert fleet.asked == (2, 0.5, 8)
     theta = torch.nn.Parameter(vector(0))
     optimizer = torch.optim.SGD([theta], lr=0.7, momentum=0.9, nesterov=True)
     for commit in commits:
         theta.grad = torch.stack([vector(seed) for _, _, seed in commit]).mean(dim=0)
         optimizer.step()
     torch.testing.assert_close(got, theta.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_cycle_is_of_whole_commits_so_that_the_momentum_takes_up_a_mean() -> None:
+    """Two updates a commit and three workers: a cycle is four updates, each a quarter of it."""
+    commits = [[("w1", r, 10 * r), ("w2", r, 10 * r + 1)] for r in range(6)]
+    got, fleet = play(AsyncDiLoCoConfig(updates_per_commit=2, outer_momentum=0.8), commits, num_workers=3)
+    assert fleet.asked == (2, None, 16)
+    theta, momentum, gathered = vector(0), torch.zeros(layout.numel), torch.zeros(layout.numel)
+    for number, commit in enumerate(commits):
+        step = sum(vector(seed) for _, _, seed in commit) / 4
+        gathered = gathered + step
+        if number % 2 == 0:
+            theta = theta - 0.7 * step
+        else:
+            momentum, gathered = 0.8 * momentum + gathered, torch.zeros(layout.numel)
+            theta = theta - 0.7 * (step + 0.8 * momentum)
+    torch.testing.assert_close(got, theta, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +175,26 @@ def test_weights_fall_with_staleness(kind: Any, expected: list[float]) -> None:
 
 
 def test_slower_workers_are_given_fewer_steps() -> None:
-    paces = {worker(f"w{i}", s).id: Pace(unit_s=s) for i, s in enumerate((4.0, 4.0, 2.0, 1.0))}
-    assert [dynamic_steps(40, worker("x", s), paces) for s in (4.0, 2.0, 1.0)] == [10, 20, 40]
-    assert dynamic_steps(40, worker("x", 3.0), paces) == 13
-    assert dynamic_steps(40, worker("x", 1000.0), paces) == 1
-    assert dynamic_steps(40, worker("x", 0.5), paces) == 40  # a newcomer that is faster than all
-    assert dynamic_steps(40, worker("x"), paces) == 40
+    assert [dynamic_steps(40, worker("x", s), 1.0) for s in (4.0, 2.0, 1.0)] == [10, 20, 40]
+    assert dynamic_steps(40, worker("x", 3.0), 1.0) == 13
+    assert dynamic_steps(40, worker("x", 1000.0), 1.0) == 1
+    assert dynamic_steps(40, worker("x", 0.5), 1.0) == 40  # a newcomer that is faster than all
+    assert dynamic_steps(40, worker("x"), 1.0) == 40
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule", "reason"),
+    [
+        ({}, "norm_clipping", "of 1 updates .* 'norm_clipping' needs 3: raise strategy.updates_per_commit"),
+        ({"updates_per_commit": 4}, "krum", "of 4 updates .* 'krum' needs 5"),
+        ({"quorum": 0.75}, "krum", "of 3 updates .* needs 5: raise fleet.min_workers and strategy.quorum"),
+    ],
+)
+def test_a_rule_that_needs_more_updates_than_a_commit_takes_is_refused(
+    settings: dict[str, Any], rule: Any, reason: str
+) -> None:
+    facts = replace(scripted(4).facts, aggregation=AggregationConfig(rule=rule), min_workers=4)
+    with pytest.raises(RecipeError, match=reason):
+        AsyncDiLoCo(AsyncDiLoCoConfig(**settings)).init(facts)
+    AsyncDiLoCo(AsyncDiLoCoConfig(updates_per_commit=5)).init(facts)
+    AsyncDiLoCo(AsyncDiLoCoConfig(**settings)).init(replace(facts, aggregation=AggregationConfig()))

@@ -13,6 +13,7 @@ from contract import references
 from pydantic import ValidationError
 
 from potluck.contract import checks
+from potluck.coordinator.events import Event
 from potluck.coordinator.plan import ValidationConfig
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
@@ -119,6 +120,29 @@ def test_who_dies_for_good_and_who_joins_late_take_no_round_down() -> None:
     assert got.state.round == 12
     assert "w1, w2" in workers
     assert workers[-1] == "w1, w2, w4"
+
+
+def test_who_dies_is_missed_before_the_others_have_done_all_that_was_begun_early() -> None:
+    """Two segments of 8 s are under way at a time: the others end the one it died in within 8 s, the other in 16."""
+    died_at: list[float] = []
+    lost: list[Event] = []
+
+    async def disturb(world: World) -> None:
+        world.on_event = lambda event: lost.append(event) if event.kind == "lost" else None
+        await world.clock.sleep(13.0)
+        await world.crash("w3")
+        died_at.append(world.clock.time())
+
+    checks.run(
+        Problem(num_rounds=8, validate=False),
+        lambda: streaming(num_inner_steps=12, num_fragments=2, overlap_steps=6),
+        num_workers=3,
+        min_workers=2,
+        disturb=disturb,
+        costs=lambda _: lambda lease: lease.num_sequences / 3.0,
+    )
+    assert lost[0].detail["worker"] == "w3"
+    assert 6.0 <= lost[0].at - died_at[0] < 9.0
 
 
 class Uneven:

@@ -11,7 +11,7 @@ import torch
 from potluck.aggregation.config import AggregationConfig, Rule
 from potluck.aggregation.spool import Reader, Spool, Values, sum_numel
 from potluck.storage.params import ParamStore, ParamWriter
-from potluck.types.errors import RoundFailed
+from potluck.types.errors import RoundFailed, UnusableUpdates
 from potluck.types.params import Params
 
 
@@ -53,7 +53,7 @@ class Aggregation:
         spool.walk(sum_numel, add, lambda out, _: self.write(out))
 
     def write(self, values: Values) -> None:
-        """The next elements of the result. RoundFailed if they are not finite."""
+        """The next elements of the result. UnusableUpdates if they are not finite."""
         require_finite(values, self.config.rule, self.spool)
         self.writer.write(torch.from_numpy(values))
 
@@ -66,6 +66,6 @@ def add_all(reader: Reader, start: int, out: Values, weights: Sequence[float]) -
 
 
 def require_finite(values: Values, rule: Rule, spool: Spool) -> None:
-    """RoundFailed if an element of the result is not finite."""
+    """UnusableUpdates if an element of the result is not finite."""
     if not np.isfinite(values).all():
-        raise RoundFailed(f"the {rule} of {len(spool)} finite updates of {spool.name} overflows fp32")
+        raise UnusableUpdates(f"the {rule} of {len(spool)} finite updates of {spool.name} overflows fp32")

@@ -28,7 +28,7 @@ from potluck.aggregation.report import Report
 from potluck.aggregation.spool import Spool, Values
 from potluck.aggregation.trimmed_mean import trimmed_mean
 from potluck.storage.params import Deferred, Fill, ParamStore
-from potluck.types.errors import CorruptError, InvalidUpdate, RoundFailed
+from potluck.types.errors import CorruptError, InvalidUpdate, UnusableUpdates
 from potluck.types.params import Layout, Params
 
 _rules: Mapping[str, Callable[[Aggregation], Report]] = {
@@ -65,7 +65,7 @@ def combine(
     """Combine the flat vector `name` of each `(bundle file, weight)`. `previous` is where `centered_clipping` starts.
 
     InvalidUpdate if a weight is not finite and above 0 or there is no update; RoundFailed if there are too few for the
-    rule or the result is not finite; CorruptError if a file is not a bundle of the layout.
+    rule; UnusableUpdates if the result is not finite; CorruptError if a file is not a bundle of the layout.
     """
     weights = _weights(updates)
     total = math.fsum(weights)
@@ -98,7 +98,7 @@ def defer_mean(
 ) -> Combined:
     """`combine` by the mean, computed slice by slice within what reads it: an outer step never sees it on the disk.
 
-    Who reads it gets RoundFailed if it is not finite, or if a file is no longer a bundle of the layout.
+    Who reads it gets UnusableUpdates if it is not finite, or if a file is no longer a bundle of the layout.
     """
     weights = _weights(updates)
     total = math.fsum(weights)
@@ -133,7 +133,7 @@ def accepted() -> Iterator[None]:
     try:
         yield
     except (InvalidUpdate, CorruptError, OSError) as error:
-        raise RoundFailed(f"an accepted update cannot be read any more: {error}") from error
+        raise UnusableUpdates(f"an accepted update cannot be read any more: {error}") from error
 
 
 def _weights(updates: Sequence[tuple[Path, float]]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -48,6 +49,24 @@ class AggregationConfig(BaseModel):
         ge=0,
         description="`centered_clipping`: distance from the centre that is kept; 0 for the median one",
     )
+
+    def num_needed(self, num_updates: int) -> int:
+        """How many of so many updates the rule must have: fewer are refused, or come out as they are."""
+        match self.rule:
+            case "mean":
+                return 1
+            case "krum" | "multi_krum":
+                return 2 * self.max_faulty + 3
+            case "trimmed_mean":
+                return 2 * self.num_trimmed(num_updates) + 1
+            case "centered_clipping" if self.clip_radius:
+                return 1
+            case _:
+                return 3
+
+    def num_trimmed(self, num_updates: int) -> int:
+        """`trimmed_mean`: values left out at either end."""
+        return math.ceil(self.trim_fraction * num_updates - 1e-9)  # 0.1 * 30 is a little above 3
 
     @property
     def starts_from_previous(self) -> bool:

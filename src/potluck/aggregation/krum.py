@@ -35,7 +35,7 @@ def _best(given: Aggregation, num_wanted: int) -> list[int]:
     """The updates of least score, at most n - f - 2; 0 for that many."""
     n, f = len(given.spool), given.config.max_faulty
     fewer = f"aggregation.max_faulty to {(n - 3) // 2}, " if n >= 3 else ""
-    given.require(2 * f + 3, f"{given.config.rule} with aggregation.max_faulty = {f}", instead=fewer)
+    given.require(given.config.num_needed(n), f"{given.config.rule} with aggregation.max_faulty = {f}", instead=fewer)
     distances = squared_distances(given)
     np.fill_diagonal(distances, -1.0)  # itself comes first, and is left out
     scores = np.sort(distances, axis=1)[:, 1 : n - f - 1].sum(axis=1)

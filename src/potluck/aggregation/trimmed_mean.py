@@ -7,8 +7,6 @@ Yin et al. 2018, arXiv:1803.01498, Definition 2. Every update counts alike: weig
 
 from __future__ import annotations
 
-import math
-
 from potluck.aggregation.aggregation import Aggregation
 from potluck.aggregation.ordered import write_mean_of_ranks
 from potluck.aggregation.report import Report
@@ -16,7 +14,7 @@ from potluck.aggregation.report import Report
 
 def trimmed_mean(given: Aggregation) -> Report:
     n, fraction = len(given.spool), given.config.trim_fraction
-    k = math.ceil(fraction * n - 1e-9)  # 0.1 * 30 is a little above 3
-    given.require(2 * k + 1, f"trimmed_mean with aggregation.trim_fraction = {fraction:g}")
+    k = given.config.num_trimmed(n)
+    given.require(given.config.num_needed(n), f"trimmed_mean with aggregation.trim_fraction = {fraction:g}")
     write_mean_of_ranks(given, k, n - k)
     return Report(rule="trimmed_mean", factors=(1.0,) * n, num_trimmed=k, num_passes=1.0)

@@ -38,7 +38,7 @@ from potluck.strategies.state import State
 from potluck.strategies.strategy import HeadStrategy
 from potluck.transport.connection import Traffic
 from potluck.transport.pace import Pacer
-from potluck.types.errors import CorruptError, RoundFailed, RunStopped
+from potluck.types.errors import CorruptError, RoundFailed, RunStopped, UnusableUpdates
 from potluck.types.ids import WorkerId
 
 last_validation_wait_s = 120.0
@@ -134,6 +134,7 @@ class Coordinator:
                 down_rules=plan.down_rules,
                 compression=plan.compression,
                 aggregation=plan.aggregation,
+                min_workers=plan.fleet.min_workers,
             )
             return ledger, params, facts
 
@@ -197,7 +198,7 @@ class Coordinator:
             reason = Diverged(str(reason), self._watch.good_round(state.round + 1, is_loss=True))
         if isinstance(reason, Diverged):
             return await self._roll_back(state, reason)
-        await self._discard(state, str(reason))
+        await self._discard(state, reason)
         self._num_discarded += 1
         text = f"round {state.round + 1} discarded: {reason}"
         self.tell("discarded", text, round=state.round + 1, reason=str(reason))
@@ -208,15 +209,17 @@ class Coordinator:
             )
         return state
 
-    async def _discard(self, state: State, reason: str, operation: Operation | None = None) -> None:
+    async def _discard(self, state: State, reason: RoundFailed, operation: Operation | None = None) -> None:
         async with self.whole:
-            beyond = [AHEAD]
+            beyond, withdrawn = [AHEAD], list[str]()
             if operation is not None:  # the run goes back: what is under way came of the state that is no good
                 self.fleet.arrivals.drop()
                 beyond.append(FLOATING)
+            elif isinstance(reason, UnusableUpdates):  # else the next attempt would take the same
+                withdrawn = self.fleet.arrivals.withdraw(str(reason))
             deal = self.fleet.settle_data(committed=False)
-            discard = partial(self.ledger.discard, beyond=beyond)
-            await self.lanes.ledger.run(discard, state.round, self._attempt, reason, deal, operation)
+            discard = partial(self.ledger.discard, beyond=beyond, withdrawn=withdrawn)
+            await self.lanes.ledger.run(discard, state.round, self._attempt, str(reason), deal, operation)
             self.fleet.end(committed=False)
 
     async def _roll_back(self, state: State, reason: Diverged) -> State:
@@ -231,7 +234,7 @@ class Coordinator:
                              value={"to_round": round, "reason": str(reason)})  # fmt: skip
 
         if reason.good_round >= state.round:
-            await self._discard(state, str(reason), operation(state.round))
+            await self._discard(state, reason, operation(state.round))
             self.operations = await self.lanes.ledger.run(self.ledger.operations)
         else:
             async with self.whole:

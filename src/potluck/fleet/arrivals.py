@@ -38,6 +38,7 @@ class Wanted:
     min_replies: int = 1
     grace: float | None = None
     expects: Reduction | None = None
+    max_staleness: int | None = None
 
 
 class Arrivals:
@@ -45,10 +46,12 @@ class Arrivals:
 
     def __init__(self, fleet: LiveFleet, clock: Clock, ledger: Ledger, lane: Executor) -> None:
         self._fleet, self._clock, self._ledger, self._lane = fleet, clock, ledger, lane
+        self._max_staleness: int | None = None  # of what the last verb takes
 
     async def take(self, wanted: Wanted, name: str) -> tuple[Reply, ...]:
         """The replies for the verb of that name, as was decided before if it was. They count with this attempt."""
         fleet, now = self._fleet, self._fleet.now
+        self._max_staleness = wanted.max_staleness
         if wanted.expects:
             check_reduction(wanted.expects, fleet.run.aggregation)
         if name not in now.decisions:
@@ -58,6 +61,19 @@ class Arrivals:
         now.consumed |= {row.key: row for row in rows}
         return tuple(replace(fleet.reply_of(row), round=handed_out_in(row.key)) for row in rows)
 
+    def too_stale(self, lease: OpenLease) -> str:
+        """Why a result that has come counts no more, "" where it does."""
+        most, message = self._max_staleness, lease.message
+        if most is None or message.round != FLOATING or message.kind == "session":
+            return ""
+        staleness = self._fleet.now.round - handed_out_in(message.key)
+        if staleness <= most:
+            return ""
+        return (
+            f"{lease.worker} was {staleness} commits at an update, which counts after {most} at most; give slower "
+            "workers less to do with fleet.balance = 'time', or raise strategy.max_staleness"
+        )
+
     def drop(self) -> None:
         """The run goes back to the round before: no such work counts any more, and its data is dealt again."""
         fleet = self._fleet
@@ -66,6 +82,27 @@ class Arrivals:
         fleet.floating.settle_replied(fleet.data)
         fleet.floating = Attempt(round=FLOATING)
         fleet.now.consumed.clear()
+
+    def withdraw(self, reason: str) -> list[str]:
+        """The replies that this attempt took count no more, nor what workers went on to from the states that they left.
+        The keys of all these; their data is dealt again."""
+        fleet, floating = self._fleet, self._fleet.floating
+        keys = {key for key in fleet.now.consumed if key in floating.replies and "@" not in key}
+        gone = {floating.replies[key].version for key in keys} - {""}
+        under_way = {x.message.key: x for x in self._at_work()}
+        for key in [k for k in floating.leases if k in floating.replies or k in under_way]:
+            lease = pb.Lease.FromString(floating.leases[key][-1].lease)  # a worker's in the order in which they began
+            if key not in keys and lease.base_version not in gone:
+                continue
+            if key in under_way:
+                fleet.give_up(under_way[key], reason)
+            else:
+                fleet.data.settle(lease.spans, consumed=False)
+            keys.add(key)
+            gone |= {lease.next_version} - {""}
+            del floating.leases[key]
+            floating.drop_reply(key)
+        return sorted(keys)
 
     async def _choose(self, wanted: Wanted) -> list[str]:
         """The keys of the replies to take, once they are here."""

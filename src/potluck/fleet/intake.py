@@ -208,6 +208,10 @@ class Intake:
             member.observe(lease.message.task, seconds, trained or lease.units, in_all_s=in_all_s)
             self._fleet.paces.observe(member.id, seconds, trained)
             self._fleet.watching.reconsider(member)
+            if stale := self._fleet.arrivals.too_stale(lease):
+                self._verdict(member, lease.id, "dropped", stale)
+                await self._fleet.lose(lease, stale)
+                return
             is_first = await self._fleet.accept(lease, scalars, result.object, inline)
         verdict = ("accepted", "") if is_first else ("dropped", "another worker was first")
         self._verdict(member, (result.round, result.attempt, result.key), *verdict)

@@ -186,7 +186,8 @@ def loss(
 ) -> str:  # fmt: skip
     """Why a lease is to be given up now, "" while it is not. Nobody waits for a worker that `is_alone`.
 
-    As long as `others_work` on the same round, a worker that has gone may come back to its pinned task for nothing.
+    As long as `others_work` on what waits for it too, a worker that has gone may come back to its pinned task for
+    nothing.
     """
     if lease.checking:
         return ""

@@ -162,8 +162,9 @@ class LiveFleet:
 
     def held_versions(self, worker: WorkerId) -> list[str]:
         """Pinned states that a worker must keep, since their round may still be committed."""
-        beyond = (self.floating, self.ahead.work.attempt)
-        return [*self.now.versions_of(worker), *(v for x in beyond for v in x.versions_of(worker))]
+        places = (self.now, self.floating, self.ahead.work.attempt)
+        committed = {self.versions.get(worker, "")} - {self.adopted_version(worker)}
+        return [*committed, *(v for x in places for v in x.versions_of(worker))]
 
     def settle_data(self, *, committed: bool) -> Any:
         """What accepted replies trained counts as consumed, all other data of the attempt goes back to be dealt.
@@ -432,9 +433,10 @@ class LiveFleet:
         return reply
 
     async def gather(
-        self, offer: Offer, *, key: str, min_replies: int, expects: Reduction, grace: float | None = None
-    ) -> tuple[Reply, ...]:
-        wanted = Wanted(offer=offer, min_replies=min_replies, grace=grace, expects=expects)
+        self, offer: Offer, *, key: str, min_replies: int, expects: Reduction, grace: float | None = None,
+        max_staleness: int | None = None,
+    ) -> tuple[Reply, ...]:  # fmt: skip
+        wanted = Wanted(offer=offer, min_replies=min_replies, grace=grace, expects=expects, max_staleness=max_staleness)
         return await self.arrivals.take(wanted, f"gather/{key}")
 
     async def reduce(self, replies: Sequence[Reply], reduction: Reduction) -> Params:

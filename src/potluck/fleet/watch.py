@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from potluck.clock import Clock
 from potluck.fleet.config import FleetConfig
-from potluck.fleet.leases import LeaseBook, OpenLease, is_stuck, loss, may_be_lost_at, overdue
+from potluck.fleet.leases import AHEAD, FLOATING, LeaseBook, OpenLease, is_stuck, loss, may_be_lost_at, overdue
 from potluck.fleet.roster import Member, Roster, absence
 from potluck.types.ids import WorkerId
 
@@ -64,12 +64,12 @@ class Watch:
         if not suspects:
             return
         here = {info.id for info in self._roster.here(now)}
-        worked_on = {lease.message.round for lease in self._book.open.values() if lease.worker in here}
+        worked_on = {_barrier(lease) for lease in self._book.open.values() if lease.worker in here}
         for lease in suspects:
             if lease.id not in self._book.open:
                 continue  # it was answered while another one's loss was written down
             member = self._roster.members.get(lease.worker)
-            others_work = lease.message.round in worked_on
+            others_work = _barrier(lease) in worked_on
             reason = loss(lease, member, now, self._config, is_alone=len(here) == 1, others_work=others_work)
             if not reason:
                 self._book.look(lease, max(may_be_lost_at(lease, member, self._config), now + self._longest_s))
@@ -121,3 +121,10 @@ class Watch:
         for lease in self._book.of(member.id):
             self._absent.pop(lease.number, None)
             self.look(lease)
+
+
+def _barrier(lease: OpenLease) -> tuple[int, str]:
+    """What waits for this work and for that of others: its round; of work begun ahead, the collect of its key; of
+    floating work nothing, so that it shares this with none."""
+    round, key = lease.message.round, lease.message.key
+    return round, {FLOATING: key, AHEAD: key.partition("/")[0]}.get(round, "")

@@ -16,6 +16,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -109,6 +110,7 @@ class DeviceCost:
         )
 
 
+@lru_cache(maxsize=1 << 14)  # a fit takes a millisecond, and a profile changes with every new rate of its link
 def device_cost(speeds: Speeds, precision: str = "fp32") -> DeviceCost | None:
     """The cost model that measured figures give; None where no product was measured.
 

@@ -123,12 +123,15 @@ class Ledger:
 
     def discard(
         self, round: int, attempt: int, reason: str, deal: Any, operation: Operation | None = None, *,
-        beyond: Sequence[int],
+        beyond: Sequence[int], withdrawn: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """What is kept under the rounds `beyond` is dropped too."""
+        """What is kept under the rounds `beyond` is dropped too, and work beyond rounds of the keys `withdrawn`."""
         with self._db.transaction():
             for table in ("leases", "replies"):
                 self._db.execute_many(f"DELETE FROM {table} WHERE round = ?", [(place,) for place in beyond])
+                self._db.execute_many(
+                    f"DELETE FROM {table} WHERE round > ? AND key = ?", [(round, key) for key in withdrawn]
+                )
             if operation is not None:
                 self.record(operation)
             self._db.execute(

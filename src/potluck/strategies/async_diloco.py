@@ -5,6 +5,8 @@
     b      <- b + d
     theta  <- theta - eta (d + c mu m)       m moves once in a cycle of N updates: m <- mu m + b, b <- 0
 
+N is K ceil(n / K), n the workers here: a cycle is of whole commits, so that b is a mean when m takes it.
+
 Liu et al. 2024, arXiv:2401.09135: delayed Nesterov momentum and dynamic local steps H_i = floor(H v_i / v_max), v the
 steps a second. The paper's formula was not at hand: this one is derived from its description, that the momentum of
 stale updates harms, so that it moves once in N updates, with their mean, while each update moves theta. Then N updates
@@ -17,30 +19,33 @@ worker waits for it.
 
 With a quorum a commit takes one update of each worker that has delivered: once so many have, the others are given as
 much longer as `grace` says, and whoever is later counts in the next commit. Workers that have delivered wait for it.
+Each commit is a cycle of its own then, N the updates in it: DiLoCo's outer step with those who replied.
 
 Updates count alike, whatever the tokens in them: who took more steps has moved further already. Differences to the
-papers: N follows the fleet from cycle to cycle unless it is set, and steps are granted by the pace that was measured.
+papers: N follows the fleet from cycle to cycle unless n is set, steps are granted by the pace that was measured, and
+an update whose tau is above `max_staleness` is dropped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from potluck.optim.outer import delayed_nesterov
-from potluck.planner.balance import Pace
 from potluck.strategies.diloco import inner
 from potluck.strategies.fleet import Fleet, Reply, WorkerInfo, weighted_mean
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import BoundTask
-from potluck.types.ids import WorkerId
+from potluck.types.errors import RecipeError
 from potluck.types.params import Params
+
+usual_staleness = 8
+"""Cycles of which an update may be late, where the recipe does not say it."""
 
 
 class AsyncDiLoCoConfig(BaseModel):
@@ -52,8 +57,10 @@ class AsyncDiLoCoConfig(BaseModel):
     outer_lr: float = Field(default=0.7, gt=0, description="eta: size of the outer step")
     outer_momentum: float = Field(default=0.6, ge=0, lt=1, description="mu: delayed Nesterov momentum")
     momentum_every: int = Field(
-        default=0, ge=0, description="N: updates after which the momentum moves; 0 for as many as there are workers"
-    )
+        default=0, ge=0,
+        description="n: updates, rounded up to whole commits, after which the momentum moves; 0 for as many as there "
+        "are workers; with a quorum it moves with each commit",
+    )  # fmt: skip
     momentum_spread: float = Field(
         default=0.0, ge=0, le=1, description="sigma: share of the momentum that the steps within a cycle take"
     )
@@ -63,6 +70,11 @@ class AsyncDiLoCoConfig(BaseModel):
     )
     staleness_rate: float = Field(default=0.5, gt=0, description="a: of polynomial and hinge")
     staleness_free: int = Field(default=4, ge=0, description="b: commits that cost nothing, of hinge")
+    max_staleness: int = Field(
+        default=0, ge=0,
+        description="commits since it began after which an update is dropped and its data dealt again; 0 for as many "
+        "as take 8 updates of every worker",
+    )  # fmt: skip
     quorum: float = Field(
         default=0.0, ge=0, le=1, description="share of the workers that a commit waits for; 0 for updates as they come"
     )
@@ -87,6 +99,13 @@ class AsyncDiLoCo:
         self.config = config
 
     def init(self, run: RunFacts) -> AsyncDiLoCoState:
+        num_updates = self._num_updates(run.min_workers)
+        if num_updates < (num_needed := run.aggregation.num_needed(num_updates)):
+            settings = "fleet.min_workers and strategy.quorum" if self.config.quorum else "strategy.updates_per_commit"
+            raise RecipeError(
+                f"a commit of async_diloco may be of {num_updates} updates and aggregation.rule = "
+                f"{run.aggregation.rule!r} needs {num_needed}: raise {settings}, or choose another rule"
+            )
         return AsyncDiLoCoState(params=run.initial, momentum=run.zeros, gathered=run.zeros)
 
     async def run_round(self, state: AsyncDiLoCoState, fleet: Fleet) -> AsyncDiLoCoState:
@@ -94,20 +113,21 @@ class AsyncDiLoCo:
         config, run, workers = self.config, fleet.run, fleet.workers()
         num_steps = min(config.num_inner_steps, run.steps_left(state, len(workers)))
         sequences_per_step = run.inner.sequences_per_step
-        paces = {w.id: w.pace for w in workers if w.pace}
-        progress = run.progress_span(state, sum(dynamic_steps(num_steps, w, paces) for w in workers))
+        fastest_s = min((w.pace.unit_s for w in workers if w.pace), default=math.inf)
+        progress = run.progress_span(state, sum(dynamic_steps(num_steps, w, fastest_s) for w in workers))
 
         def offer(worker: WorkerInfo) -> BoundTask:
-            steps = dynamic_steps(num_steps, worker, paces)
+            steps = dynamic_steps(num_steps, worker, fastest_s)
             task = inner.bind(theta=state.params, num_steps=steps, progress=progress)
             return task.granted(steps * sequences_per_step)
 
         replies = await fleet.gather(
             offer,
             key="inner",
-            min_replies=math.ceil(config.quorum * len(workers)) or config.updates_per_commit,
+            min_replies=self._num_updates(len(workers)),
             expects=weighted_mean("delta", by=""),
             grace=config.grace if config.quorum else None,
+            max_staleness=config.max_staleness or usual_staleness * self._commits_per_cycle(len(workers)),
         )
         weights = {r.key: self.weight(state.round - r.round) for r in replies}
         mean = await fleet.reduce(replies, weighted_mean("delta", by="", factors=weights))
@@ -125,8 +145,9 @@ class AsyncDiLoCo:
     ) -> AsyncDiLoCoState:
         """The outer step with the mean of so many updates, which together weigh `weight`."""
         config = self.config
-        cycle = state.cycle if state.num_gathered else config.momentum_every or len(fleet.workers())
-        cycle = max(cycle, num_updates)
+        cycle = state.cycle
+        if not state.num_gathered:
+            cycle = num_updates * self._commits_per_cycle(config.momentum_every or len(fleet.workers()))
         num_gathered = state.num_gathered + num_updates
         ends_cycle = num_gathered >= cycle
         share = config.momentum_spread * num_updates / cycle
@@ -154,6 +175,14 @@ class AsyncDiLoCo:
             cycle=cycle,
         )
 
+    def _num_updates(self, num_workers: int) -> int:
+        """That a commit takes, with a quorum at least."""
+        return math.ceil(self.config.quorum * num_workers) or self.config.updates_per_commit
+
+    def _commits_per_cycle(self, num_updates: int) -> int:
+        """That so many updates take, or a few more."""
+        return 1 if self.config.quorum else math.ceil(num_updates / self.config.updates_per_commit)
+
     def weight(self, staleness: int) -> float:
         """s(tau)."""
         config = self.config
@@ -170,12 +199,12 @@ class AsyncDiLoCo:
         return RoundBytes(up=run.up_bytes("delta"), down=run.down_bytes())
 
 
-def dynamic_steps(num_steps: int, worker: WorkerInfo, paces: Mapping[WorkerId, Pace]) -> int:
-    """floor(H v_i / v_max), at least 1; H where the worker's pace is not known."""
+def dynamic_steps(num_steps: int, worker: WorkerInfo, fastest_s: float) -> int:
+    """floor(H v_i / v_max), at least 1; H where the worker's pace is not known. `fastest_s`: 1 / v_max."""
     if worker.pace is None:
         return num_steps
-    fastest_s = min(pace.unit_s for pace in (*paces.values(), worker.pace))
-    return max(1, math.floor(num_steps * fastest_s / worker.pace.unit_s + 1e-9))
+    own_s = worker.pace.unit_s
+    return max(1, math.floor(num_steps * min(fastest_s, own_s) / own_s + 1e-9))
 
 
 def total(replies: tuple[Reply, ...], name: str) -> float:

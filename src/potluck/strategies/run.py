@@ -82,6 +82,7 @@ class RunFacts:
     down_rules: tuple[CodecRule, ...] = ()
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
+    min_workers: int = 1  # that the recipe has a round wait for
     model_config: Mapping[str, Any] = field(default_factory=dict[str, Any])  # a transformers configuration
     precision: str = "fp32"
 

@@ -17,6 +17,7 @@
         └── NotFinite               12   a loss or gradient that is NaN or infinite
     ConnectionLost                   -   internal: the link broke; always caught and retried
     RoundFailed                      -   internal: the round is discarded; the loop goes on
+    └── UnusableUpdates              -   internal: accepted updates that cannot be made one, now or later
 
 A message says subject, measured value, limit and remedy, in one sentence. A `PotluckError` that reaches the
 command line prints that sentence and no traceback; anything else is our mistake and prints a traceback.
@@ -91,3 +92,7 @@ class ConnectionLost(Exception):
 
 class RoundFailed(Exception):
     """The round cannot be committed. `str(error)` is the reason; the state stays as it was."""
+
+
+class UnusableUpdates(RoundFailed):
+    """The updates that the round took cannot be made one, however often it is tried."""

@@ -345,7 +345,7 @@ class PlainFleet:
 
     async def gather(
         self, offer: Callable[[WorkerInfo], BoundTask | None], *, key: str, min_replies: int, expects: Reduction,
-        grace: float | None = None,
+        grace: float | None = None, max_staleness: int | None = None,
     ) -> tuple[Reply, ...]:  # fmt: skip
         rows = [self._rows[name] for name in self._decided[f"gather/{key}"]]
         return tuple(

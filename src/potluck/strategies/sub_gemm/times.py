@@ -14,7 +14,6 @@ import statistics
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 
 from potluck.planner.cost import DeviceCost, OpCost, correction, device_cost, starting_cost
 from potluck.planner.tiles.device import TileDevice, tile_device
@@ -31,8 +30,6 @@ _window = 16
 least_change = 0.1
 """A rate that is measured to be another by less is the same one."""
 _bound = 1e6
-_own_cost = lru_cache(maxsize=1 << 14)(device_cost)
-"""A fit takes a millisecond, and a profile changes with every new rate of its link."""
 _unmeasured = DeviceCost(gemm=OpCost(s_per_flop=1e-10), attention=OpCost(), elementwise=OpCost(), optimizer=OpCost())
 """Of a fleet in which no product was ever measured: 10 GFLOP/s, until tiles have come back."""
 
@@ -107,7 +104,7 @@ class TileTimes:
         )
 
     def _meet(self, worker: WorkerInfo) -> None:
-        cost = _own_cost(worker.profile.speeds, self._precision)
+        cost = device_cost(worker.profile.speeds, self._precision)
         if cost is None:
             known = [p for id, p in self._profiles.items() if id != worker.id]
             cost = starting_cost(worker.profile, known, self._precision) or _unmeasured
