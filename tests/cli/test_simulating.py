@@ -168,6 +168,17 @@ def test_a_step_in_tiles_is_told_to_people(tmp_path: Path) -> None:
     assert any(re.match(r"6 +sub_gemm +unlimited +\d+ s", line) for line in lines)
     assert any(re.match(r"6 +pipeline +not used +\(\d+ s\)", line) for line in lines)
     assert "  pipeline with 6 devices needs" in done.stdout and "In brackets: does not run here" in done.stdout
+    begins, planned = done.stderr.splitlines()
+    assert begins == "planning a step of tiny on boards with 6 devices"
+    assert re.fullmatch(r"after \d+ s: planned for 6 devices", planned)
+    fleet.write_text(fleet.read_text().replace("[coordinator]", "[coordinator]\nup_mbit_s = 0.1"))
+    done = CliRunner().invoke(app, ["simulate", str(recipe), "--fleet", str(fleet)], catch_exceptions=False)
+    assert "coordinator out " in done.stdout and "egress" not in done.stdout
+
+
+def test_the_help_names_every_shipped_fleet() -> None:
+    shown = CliRunner().invoke(app, ["simulate", "--help"], env={"COLUMNS": "200"}).stdout
+    assert [name for name in shipped_fleets() if name not in shown] == []
 
 
 def test_tiles_with_mistakes_are_told_in_one_sentence(tmp_path: Path) -> None:
@@ -175,12 +186,13 @@ def test_tiles_with_mistakes_are_told_in_one_sentence(tmp_path: Path) -> None:
     recipe.write_text(tiles_recipe)
     for arguments, sentence in (
         (("--devices", "8;6"), "--devices is '8;6' and must be numbers from 1 to 100,000"),
-        (("--faults", "1"), "faults are not played for sub_gemm"),
+        (("--faults", "1"), "faults are not played for sub_gemm, whose recovery is computed; leave out --faults"),
+        (("--fleet", "five_sites"), "leave out faults_per_hour of flaky in the fleet five_sites"),
         (("--set", "strategy.attention=true"), "set strategy.attention and strategy.checkpointing to false"),
     ):
         with pytest.raises(PotluckError, match=re.escape(sentence)):
             CliRunner().invoke(app, ["simulate", str(recipe), *arguments], catch_exceptions=False)
-    with pytest.raises(PotluckError, match="--devices is for sub_gemm and the strategy is diloco"):
+    with pytest.raises(PotluckError, match="the strategy is diloco; set `count` in the fleet file"):
         CliRunner().invoke(app, ["simulate", "stdlib-gpt", "--devices", "8"], catch_exceptions=False)
 
 

@@ -131,3 +131,15 @@ def test_in_a_terminal_lines_stay_above_the_picture() -> None:
     assert "anna joined (cpu)" in text
     assert text.index("mine (diloco)") < text.index("anna joined (cpu)")
     assert text.rindex("anna joined (cpu)") < text.rindex("mine (diloco)"), "the picture is drawn again below the line"
+
+
+def test_clipping_a_little_is_no_news() -> None:
+    def said(left_out: list[str], scaled: dict[str, float]) -> str:
+        out = io.StringIO()
+        detail = {"rule": "norm_clipping", "left_out": left_out, "scaled": scaled}
+        View(Console(file=out)).event(Event(kind="aggregation", at=0.0, text="the rule did it", detail=detail))
+        return out.getvalue()
+
+    assert said([], {"anna": 0.99, "bert": 0.6}) == ""
+    assert said([], {"anna": 0.99, "bert": 0.4}) == "the rule did it\n"
+    assert said(["anna"], {}) == "the rule did it\n"

@@ -248,6 +248,7 @@ def test_shipped_recipes_can_be_read(name: str) -> None:
     assert isinstance(recipe, Recipe)
     assert recipe.name == name
     assert len(headline(shipped()[name])) > 20
+    assert headline(shipped()[name]).endswith(".")  # the whole of it is on that line
     assert recipe.seed == 1
 
 

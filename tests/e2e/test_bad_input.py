@@ -95,6 +95,25 @@ def test_data_that_cannot_be_used(
     assert not list((tmp_path / "runs").glob("*/recipe.json"))  # a mistake binds the folder to nothing
 
 
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ('strategy={name="sparse_diloco"}', "codec.up is 'fp32': set it to 'topk(1.5625%)+2bit+ef(0.95)'"),
+        ('strategy={name="fed_avg", control_variates=true}', 'strategy.inner.optimizer is adamw; set it to "sgd"'),
+        ('strategy={name="streaming_diloco", num_inner_steps=99, num_fragments=99}', "num_fragments is 99 and"),
+    ],
+)
+def test_what_a_strategy_refuses_of_a_recipe_binds_the_folder_to_nothing(
+    inside: CommandLine, tmp_path: Path, setting: str, sentence: str
+) -> None:
+    write_lines(tmp_path / "lines.jsonl")
+    write_recipe(tmp_path / "tiny.toml", LINES)
+    ended = inside("run", "tiny.toml", "--set", setting)
+    assert ended.code == 3, ended.stderr
+    assert sentence in ended.sentence()
+    assert not [p for name in ("recipe.json", "ledger.db") for p in (tmp_path / "runs").rglob(name)]
+
+
 def test_one_bad_line_is_skipped_counted_and_reported(lines_run: Path) -> None:
     notes = [e["text"] for e in events(lines_run / "run") if e["kind"] == "note"]
     assert [n for n in notes if "lines.jsonl:7: " in n and n.startswith("skipped ")], notes

@@ -370,7 +370,7 @@ def simulate(
         typer.Option(
             "--fleet",
             metavar="FLEET",
-            help="A fleet file, or home, campus, hospitals, volunteers or edge. [default: home]",
+            help="A fleet file, or home, campus, five_sites, hospitals, volunteers or edge. [default: home]",
         ),
     ] = "",
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**62, help="The same seed gives the same run.")] = 0,

@@ -67,11 +67,13 @@ def simulate_recipe(
     plan = sketch(load_recipe(recipe, list(overrides)))
     machines = load_fleet(fleet)
     if isinstance(plan.strategy, SubGEMM):
-        if faults_per_hour or any(device.faults_per_hour for device in machines.devices):
-            raise PotluckError("faults are not played for sub_gemm, whose recovery is computed; leave them out")
+        failing = [device.name for device in machines.devices if device.faults_per_hour]
+        if faults_per_hour or failing:
+            given = f"faults_per_hour of {failing[0]} in the fleet {machines.name}" if failing else "--faults"
+            raise PotluckError(f"faults are not played for sub_gemm, whose recovery is computed; leave out {given}")
         return simulate_tiles(plan, machines, sizes=sizes, seed=seed, picture=picture)
     if sizes:
-        raise PotluckError(f"--devices is for sub_gemm and the strategy is {plan.spec.strategy}; change the fleet file")
+        raise PotluckError(f"--devices is for sub_gemm and the strategy is {plan.spec.strategy}; set `count` in the fleet file")
     begun = time.monotonic()
     print(f"playing {plan.spec.name} on {machines.num_devices:,} machines", file=sys.stderr, flush=True)
     report = simulate_scale(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from potluck.storage.files import write_atomic
 from potluck.types.errors import PotluckError
 
 gbit = 1e9 / 8
+ways = {"egress": "coordinator out", "ingress": "coordinator in"}
+"""What binds a plan, in words; the names of its devices' ways are words already."""
 common = (
     "products of linear layers only: attention, norms, loss and optimizer are left out everywhere",
     "nobody fails, and links hold their rates; what k pieces of work can overlap of transfers and work is (k-1)/k",
@@ -28,7 +31,14 @@ common = (
 def simulate_tiles(plan: Plan, fleet: FleetFile, *, sizes: str, seed: int, picture: Path | None) -> dict[str, Any]:
     """`sizes` of fleets, such as `64,256`; of the fleet file where empty. PotluckError."""
     begun = time.monotonic()
-    found = compare(plan, fleet, fleet_sizes=parse_sizes(sizes) or [fleet.num_devices], seed=seed)
+    fleet_sizes = parse_sizes(sizes) or [fleet.num_devices]
+    wanted = ", ".join(f"{size:,}" for size in fleet_sizes)
+    print(f"planning a step of {plan.spec.name} on {fleet.name} with {wanted} devices", file=sys.stderr, flush=True)
+
+    def told(size: int) -> None:
+        print(f"after {time.monotonic() - begun:.0f} s: planned for {size:,} devices", file=sys.stderr, flush=True)
+
+    found = compare(plan, fleet, fleet_sizes=fleet_sizes, seed=seed, told=told)
     if picture is not None:
         write_atomic(picture, charts_svg(charts(found, f"{plan.spec.name} on {fleet.name}")).encode())
     model = found.model
@@ -137,7 +147,7 @@ def tiles_text(report: Mapping[str, Any]) -> str:
     ]
     for each in report["sub_gemm"]:
         link = each["coordinator_out_gbit_s"]
-        binds = ", ".join(f"{name} {share:.0%}" for name, share in list(each["binding"].items())[:2])
+        binds = ", ".join(f"{ways.get(name, name)} {share:.0%}" for name, share in list(each["binding"].items())[:2])
         rows.append((
             f"{each['devices']:,}", "sub_gemm", "unlimited" if link is None else f"{link:g} Gbit/s",
             format_seconds(each["seconds"]), format_bytes(each["down_bytes_per_device"]),

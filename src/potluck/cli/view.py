@@ -37,6 +37,8 @@ STYLES = {
 }
 QUIET = frozenset({"listening", "checkpoint", "model"})
 """Kinds that the rounds or the command itself say better."""
+usual_factor = 0.5
+"""An update that counts by more than this was clipped a little, as rules that clip at the median do to half of them."""
 
 
 def render(snapshot: Snapshot) -> RenderableType:
@@ -136,7 +138,7 @@ class View:
 
     def event(self, event: Event) -> None:
         """One line that stays."""
-        if event.kind in QUIET:
+        if event.kind in QUIET or (event.kind == "aggregation" and _is_usual(event)):
             return
         text = event.text
         if event.kind == "joined":  # with what it moved before this process, where the run is continued
@@ -194,3 +196,8 @@ def status_text(snapshot: Snapshot, width: int = 100) -> str:
     with console.capture() as capture:
         console.print(render(snapshot))
     return capture.get()
+
+
+def _is_usual(event: Event) -> bool:
+    """Whether a rule of aggregation did no more than clip a little."""
+    return not event.detail["left_out"] and min(event.detail["scaled"].values(), default=1.0) > usual_factor

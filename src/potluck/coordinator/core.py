@@ -118,23 +118,9 @@ class Coordinator:
             durable = plan.checkpoint.durability == "power"
             ledger = open_ledger(folder, durable=durable)
             params = parts.params(folder / "params", durable=durable)
-            facts = RunFacts(
-                seed=plan.spec.seed,
-                layout=plan.layout,
-                model_config=plan.spec.model_config_json,
-                precision=plan.spec.precision,
+            facts = plan.facts(
                 initial=params.find("initial", plan.layout.numel) or params.create("initial", plan.initial()),
                 zeros=params.zeros("zeros", plan.layout.numel),
-                seq_len=plan.spec.seq_len,
-                inner=plan.spec.inner,
-                budget=plan.budget,
-                up_codec=plan.up_codec,
-                down_codec=plan.down_codec,
-                up_rules=plan.up_rules,
-                down_rules=plan.down_rules,
-                compression=plan.compression,
-                aggregation=plan.aggregation,
-                min_workers=plan.fleet.min_workers,
             )
             return ledger, params, facts
 

@@ -15,10 +15,10 @@ from potluck.coordinator.divergence import DivergenceConfig
 from potluck.coordinator.transfer import TransferConfig
 from potluck.fleet.config import FleetConfig
 from potluck.planner.compression import CompressionConfig
-from potluck.strategies.run import Budget, RunSpec
+from potluck.strategies.run import Budget, RunFacts, RunSpec
 from potluck.strategies.strategy import Strategy
 from potluck.types.ids import Digest
-from potluck.types.params import Layout
+from potluck.types.params import Layout, Params
 from potluck.types.vector import Vector
 
 
@@ -68,3 +68,24 @@ class Plan:
     down_rules: tuple[CodecRule, ...] = ()
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     open_objects: Collection[Digest] = ()  # what any member may fetch: the tokenizer
+
+    def facts(self, *, initial: Params, zeros: Params) -> RunFacts:
+        """What the strategy is told. Both handles are of `layout.numel` elements."""
+        return RunFacts(
+            seed=self.spec.seed,
+            layout=self.layout,
+            model_config=self.spec.model_config_json,
+            precision=self.spec.precision,
+            initial=initial,
+            zeros=zeros,
+            seq_len=self.spec.seq_len,
+            inner=self.spec.inner,
+            budget=self.budget,
+            up_codec=self.up_codec,
+            down_codec=self.down_codec,
+            up_rules=self.up_rules,
+            down_rules=self.down_rules,
+            compression=self.compression,
+            aggregation=self.aggregation,
+            min_workers=self.fleet.min_workers,
+        )

@@ -28,7 +28,7 @@ from potluck.strategies.run import RunSpec
 from potluck.strategies.strategy import HeadStrategy, kept_vectors
 from potluck.types.errors import CorruptError, DataError, RecipeError
 from potluck.types.ids import Digest
-from potluck.types.params import Layout
+from potluck.types.params import Fragment, Layout, Params
 
 Tell = Callable[[str], None]
 
@@ -129,6 +129,7 @@ def sketch(recipe: Recipe) -> Plan:
 
 
 def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, tokenizer_object: str) -> Plan:
+    """RecipeError also for what the strategy refuses of the other sections."""
     file = recipe.strategy.file
     strategy = strategy_type(recipe.strategy.name)(recipe.strategy.settings)
     on_head = isinstance(strategy, HeadStrategy)
@@ -157,7 +158,7 @@ def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, t
         up_rules=recipe.codec.up_rules,
         devices_hold_model=not on_head,
     )
-    return Plan(
+    plan = Plan(
         spec=spec,
         strategy=strategy,
         layout=layout,
@@ -171,6 +172,9 @@ def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, t
         **_changeable(recipe),
         open_objects=(Digest(tokenizer_object),) if tokenizer_object else (),
     )
+    nowhere = Params((Fragment("nowhere", layout.numel),))
+    strategy.init(plan.facts(initial=nowhere, zeros=nowhere))  # what it refuses is known before a folder is bound to it
+    return plan
 
 
 def _made(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Path, tell: Tell) -> Frozen:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from potluck.coordinator.plan import Plan
@@ -81,9 +81,11 @@ def simulate_batch(plan: Plan, fleet: FleetFile, *, num_devices: int, seed: int)
     return batch.on(found, tile_devices(found, num_in_flight=batch.spread.num_in_flight), heads(fleet)[0])
 
 
-def compare(plan: Plan, fleet: FleetFile, *, fleet_sizes: Sequence[int], seed: int) -> Comparison:
-    """`plan` is of a run with `sub_gemm`. RecipeError for what is not simulated; RoundFailed where devices are too
-    small.
+def compare(
+    plan: Plan, fleet: FleetFile, *, fleet_sizes: Sequence[int], seed: int, told: Callable[[int], None] = lambda _: None
+) -> Comparison:
+    """`plan` is of a run with `sub_gemm`, and `told` hears of each size that is done. RecipeError for what is not
+    simulated; RoundFailed where devices are too small.
     """
     batch = _Batch(plan)
     model, spread = batch.model, batch.spread
@@ -108,6 +110,7 @@ def compare(plan: Plan, fleet: FleetFile, *, fleet_sizes: Sequence[int], seed: i
         for baseline in (pipeline_time(made), mesh_time(model, devices, num_pieces=spread.num_tiles)):
             if baseline is not None:
                 baselines.append((size, baseline))
+        told(size)
     return Comparison(
         model=model,
         num_micro_batches=spread.num_micro_batches,
