@@ -132,12 +132,19 @@ class Running:
     def _worker_ended(self, name: str, code: int, last_line: str) -> None:
         if code == 0:
             return  # the coordinator told it to go
-        said = f": {last_line}" if last_line else ""
-        self.view.say(f"{name} ended with exit code {code}{said} (its log is {self.workers.log_path(name)})", "red")
+        how = how_it_ended(code, last_line)
+        self.view.say(f"{name} {how} (its log is {self.workers.log_path(name)})", "red")
         if not self.workers.running and not self._stop_reason:
-            reason = f"every worker on this machine has ended, the last one with exit code {code}{said}"
+            reason = f"every worker on this machine has ended; the last one {how}"
             self._failure = RunStopped(reason)
             self.stop(reason)
+
+
+def how_it_ended(code: int, last_line: str) -> str:
+    """Of a process. What it said last is the reason for an exit code; whom a signal ended had no time to say anything."""
+    if code < 0:
+        return f"was ended by signal {-code}"
+    return f"ended with exit code {code}{': ' * bool(last_line)}{last_line}"
 
 
 def _error_of(task: asyncio.Task[RunResult]) -> BaseException | None:

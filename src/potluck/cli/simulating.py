@@ -73,7 +73,8 @@ def simulate_recipe(
             raise PotluckError(f"faults are not played for sub_gemm, whose recovery is computed; leave out {given}")
         return simulate_tiles(plan, machines, sizes=sizes, seed=seed, picture=picture)
     if sizes:
-        raise PotluckError(f"--devices is for sub_gemm and the strategy is {plan.spec.strategy}; set `count` in the fleet file")
+        name = plan.spec.strategy
+        raise PotluckError(f"--devices is for sub_gemm and the strategy is {name}; set `count` in the fleet file")
     begun = time.monotonic()
     print(f"playing {plan.spec.name} on {machines.num_devices:,} machines", file=sys.stderr, flush=True)
     report = simulate_scale(

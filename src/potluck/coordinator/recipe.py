@@ -77,12 +77,13 @@ class CodecConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     up: str = Field(
-        default="fp32", description=f"updates, from a worker to the coordinator: {_known_codecs}; `+ef` after one adds error feedback"
+        default="fp32",
+        description=f"updates, from a worker to the coordinator: {_known_codecs}; `+ef` after one adds error feedback",
     )
     down: str = Field(
         default="fp32",
-        description=f"parameters, from the coordinator to the workers: {_down_codecs}; any codec with `-delta` after it "
-        "sends differences between versions",
+        description=f"parameters, from the coordinator to the workers: {_down_codecs}; any codec with `-delta` after "
+        "it sends differences between versions",
     )
     up_rules: list[dict[str, Any]] = Field(
         default=[],
