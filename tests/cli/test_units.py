@@ -68,5 +68,7 @@ def test_rounds() -> None:
 
 def test_no_memory_is_no_limit_that_can_be_meant() -> None:
     assert parse_memory("2GB") == 2_000_000_000
-    with pytest.raises(PotluckError, match="0 is too little memory to train in"):
-        parse_memory("0")
+    assert parse_memory("1MB") == 1_000_000  # docs/sub_gemm.md: is enough
+    for text in ("0", "999kB"):
+        with pytest.raises(PotluckError, match=f"{text} is too little memory to work in; give at least 1MB,"):
+            parse_memory(text)

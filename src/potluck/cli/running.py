@@ -141,7 +141,7 @@ class Running:
 
 
 def how_it_ended(code: int, last_line: str) -> str:
-    """Of a process. What it said last is the reason for an exit code; whom a signal ended had no time to say anything."""
+    """Of a process. What it said last is the reason for an exit code; one that a signal ended had no time for it."""
     if code < 0:
         return f"was ended by signal {-code}"
     return f"ended with exit code {code}{': ' * bool(last_line)}{last_line}"

@@ -20,14 +20,14 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * factor)
 
 
-least_memory_bytes = 1 << 20
+least_memory_bytes = 1_000_000
 
 
 def parse_memory(text: str) -> int:
-    """As `parse_bytes`, for memory to train in. PotluckError."""
+    """As `parse_bytes`, for memory to work in. PotluckError."""
     num_bytes = parse_bytes(text)
     if num_bytes < least_memory_bytes:
-        raise PotluckError(f"{text} is too little memory to train in; give at least 1MiB, or leave it out for no limit")
+        raise PotluckError(f"{text} is too little memory to work in; give at least 1MB, or leave it out for no limit")
     return num_bytes
 
 
