@@ -98,7 +98,7 @@ def test_data_that_cannot_be_used(
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ('strategy={name="sparse_diloco"}', "codec.up is 'fp32': set it to 'topk(1.5625%)+2bit+ef(0.95)'"),
+        ('strategy={name="sparse_diloco"}', "codec.up is 'int8': set it to 'topk(1.5625%)+2bit+ef(0.95)'"),
         ('strategy={name="fed_avg", control_variates=true}', 'strategy.inner.optimizer is adamw; set it to "sgd"'),
         ('strategy={name="streaming_diloco", num_inner_steps=99, num_fragments=99}', "num_fragments is 99 and"),
     ],
