@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from potluck.clock import Clock
 from potluck.fleet.attempt import Attempt
-from potluck.fleet.leases import FLOATING, OpenLease
+from potluck.fleet.leases import FLOATING, Lost, OpenLease, max_task_failures
 from potluck.fleet.paces import cohort
 from potluck.fleet.reduction import check_reduction
 from potluck.fleet.waiting import a_little
@@ -21,6 +21,7 @@ from potluck.protocol import pb
 from potluck.storage.ledger import Ledger, ReplyRow
 from potluck.strategies.fleet import Reduction, Reply, WorkerInfo
 from potluck.strategies.task import BoundTask
+from potluck.types.errors import RoundFailed
 from potluck.types.ids import WorkerId
 
 if TYPE_CHECKING:
@@ -39,6 +40,34 @@ class Wanted:
     grace: float | None = None
     expects: Reduction | None = None
     max_staleness: int | None = None
+
+
+@dataclass
+class _Failures:
+    """Tasks that failed since a reply came, while one verb waits."""
+
+    open: dict[OpenLease, None] = field(default_factory=dict[OpenLease, None])  # whose outcome is to be looked at
+    reasons: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # of each worker's last one
+    number: int = 0
+
+    def look(self) -> None:
+        for lease in [lease for lease in self.open if lease.outcome.done()]:
+            del self.open[lease]
+            outcome = lease.outcome.result()
+            if not isinstance(outcome, Lost):
+                self.reasons.clear()
+                self.number = 0
+            elif outcome.failed:
+                self.reasons[lease.worker] = outcome.reason
+                self.number += 1
+
+    def check(self, hoped_for: Collection[WorkerId], num_here: int, wanted: Wanted) -> None:
+        """RoundFailed where all who could still deliver have failed, and not for the first time."""
+        if self.number >= max_task_failures and self.reasons.keys() >= set(hoped_for):
+            raise RoundFailed(
+                f"{num_here} replies are here, {wanted.min_replies} must be, and everybody else's work fails: "
+                f"{'; '.join(self.reasons.values())}"
+            )
 
 
 class Arrivals:
@@ -105,12 +134,16 @@ class Arrivals:
         return sorted(keys)
 
     async def _choose(self, wanted: Wanted) -> list[str]:
-        """The keys of the replies to take, once they are here."""
+        """The keys of the replies to take, once they are here. RoundFailed where everybody's work fails."""
         roster, now, floating = self._fleet.roster, self._fleet.now, self._fleet.floating
         self._claim(wanted.expects)
         ends_at: float | None = None
+        failures = _Failures()
         while True:
+            failures.look()
             delivered = {row.worker for row in _free(now, floating)}
+            waiting = delivered if wanted.grace is not None else set[str]()
+            failures.check({w.id for w in roster.here(self._clock.now())} - waiting, len(delivered), wanted)
             await self._offer(wanted, but=delivered)
             free = _free(now, floating, one_each=wanted.grace is not None)
             is_enough = len(free) >= wanted.min_replies
@@ -125,6 +158,7 @@ class Arrivals:
                     ends_at = self._clock.now() + wanted.grace * self._typical_s(free)
                 if self._clock.now() >= ends_at:
                     return [row.key for row in free]
+            failures.open |= dict.fromkeys(self._at_work())
             if not free and not any(self._at_work()) and not roster.here(self._clock.now()):
                 await self._fleet.ready(1)
             else:
