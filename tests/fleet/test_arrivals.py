@@ -202,7 +202,7 @@ def test_an_accepted_update_that_cannot_be_used_costs_its_commit_and_not_the_run
 def test_a_run_whose_losses_are_not_finite_anywhere_stops(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Nobody is to blame where all fail, so nobody is left out, and without a barrier no round would end by itself."""
     inner = InnerConfig(lr=1e18, batch_size=4, warmup=0.1)
-    with pytest.raises(RunStopped, match="everybody else's work fails: w1 could not do .* the loss is nan"):
+    with pytest.raises(RunStopped, match=r"everybody else's work fails: w1 could not do .* the loss is nan"):
         play(tmp_path, seconds=[1.0, 1.0], num_rounds=5, inner=inner, **settings)
 
 

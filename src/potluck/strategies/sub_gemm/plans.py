@@ -3,8 +3,8 @@
 A step asks for what the one before asked for. Until that is known, a product is planned when it comes, and its weight
 is kept if there is still memory for it. The fleet that plans were made for stands until a step begins with other
 devices, or speeds that have drifted; within a step only if many devices have come or gone, since a new plan has other
-shards and what devices hold would be worth nothing. Who comes back with less memory is another device. Steps wait while plans are made, so for speeds alone that is done
-only where the last time was little of the time since.
+shards and what devices hold would be worth nothing. Who comes back with less memory is another device. Steps wait while
+plans are made, so for speeds alone that is done only where the last time was little of the time since.
 """
 
 from __future__ import annotations
