@@ -202,14 +202,25 @@ def test_an_accepted_update_that_cannot_be_used_costs_its_commit_and_not_the_run
 def test_a_run_whose_losses_are_not_finite_anywhere_stops(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Nobody is to blame where all fail, so nobody is left out, and without a barrier no round would end by itself."""
     inner = InnerConfig(lr=1e18, batch_size=4, warmup=0.1)
-    with pytest.raises(RunStopped, match=r"everybody else's work fails: w1 could not do .* the loss is nan"):
+    with pytest.raises(RunStopped, match=r"all others fail: w1 could not do .* the loss is nan"):
         play(tmp_path, seconds=[1.0, 1.0], num_rounds=5, inner=inner, **settings)
 
 
-def test_one_machine_whose_work_fails_stops_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"quorum": 1.0}], ids=["one", "quorum"])
+def test_a_machine_whose_work_fails_discards_nobody_elses(tmp_path: Path, settings: dict[str, Any]) -> None:
     async def fail(world: World) -> None:
-        world.hosts[WorkerId("w2")].cost_s = lambda _: 0.1 / 0
+        agent = world.hosts[WorkerId("w2")].agent
+        assert agent is not None
 
-    state, _, accepted = play(tmp_path, seconds=[2.0, 1.0], num_rounds=4, disturb=fail)
+        async def no_work(*_: object) -> None:
+            raise OSError("its memory is broken")
+
+        while agent.runner is None:
+            await world.clock.sleep(0.01)
+        agent.runner._do = no_work  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]
+
+    state, world, accepted = play(tmp_path, seconds=[2.0, 1.0], num_rounds=4, disturb=fail, **settings)
     assert state.round == 4
     assert accepted[1:] == [["w1"]] * 3
+    assert world.last is not None and world.last.roster.members[WorkerId("w2")].num_quarantines
+    assert not any(event.kind == "discarded" for event in world.events)

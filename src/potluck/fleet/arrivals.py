@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from potluck.clock import Clock
 from potluck.fleet.attempt import Attempt
-from potluck.fleet.leases import FLOATING, Lost, OpenLease, max_task_failures
+from potluck.fleet.leases import FLOATING, Lost, OpenLease
 from potluck.fleet.paces import cohort
 from potluck.fleet.reduction import check_reduction
 from potluck.fleet.waiting import a_little
@@ -47,8 +47,7 @@ class _Failures:
     """Tasks that failed since a reply came, while one verb waits."""
 
     open: dict[OpenLease, None] = field(default_factory=dict[OpenLease, None])  # whose outcome is to be looked at
-    reasons: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # of each worker's last one
-    number: int = 0
+    reasons: dict[WorkerId, list[str]] = field(default_factory=dict[WorkerId, list[str]])
 
     def look(self) -> None:
         for lease in [lease for lease in self.open if lease.outcome.done()]:
@@ -56,18 +55,14 @@ class _Failures:
             outcome = lease.outcome.result()
             if not isinstance(outcome, Lost):
                 self.reasons.clear()
-                self.number = 0
             elif outcome.failed:
-                self.reasons[lease.worker] = outcome.reason
-                self.number += 1
+                self.reasons.setdefault(lease.worker, []).append(outcome.reason)
 
-    def check(self, hoped_for: Collection[WorkerId], num_here: int, wanted: Wanted) -> None:
-        """RoundFailed where all who could still deliver have failed, and not for the first time."""
-        if self.number >= max_task_failures and self.reasons.keys() >= set(hoped_for):
-            raise RoundFailed(
-                f"{num_here} replies are here, {wanted.min_replies} must be, and everybody else's work fails: "
-                f"{'; '.join(self.reasons.values())}"
-            )
+    def hopeless(self, hoped_for: Collection[WorkerId], most: int) -> str:
+        """Why nothing is to be hoped for, "" if something is: all have failed so often, and whoever fails among many
+        that do not is quarantined after as many times and not hoped for any more."""
+        often = {worker: reasons[-1] for worker, reasons in self.reasons.items() if len(reasons) >= most}
+        return "; ".join(often.values()) if often.keys() >= set(hoped_for) else ""
 
 
 class Arrivals:
@@ -142,8 +137,14 @@ class Arrivals:
         while True:
             failures.look()
             delivered = {row.worker for row in _free(now, floating)}
-            waiting = delivered if wanted.grace is not None else set[str]()
-            failures.check({w.id for w in roster.here(self._clock.now())} - waiting, len(delivered), wanted)
+            hoped_for = {w.id for w in roster.here(self._clock.now())}
+            if wanted.grace is not None:
+                hoped_for -= delivered
+            why = failures.hopeless(hoped_for, self._fleet.config.quarantine_after)
+            if why and (hoped_for or not delivered):  # else who has delivered is all that can be had
+                raise RoundFailed(
+                    f"{len(delivered)} of {wanted.min_replies} replies are here and all others fail: {why}"
+                )
             await self._offer(wanted, but=delivered)
             free = _free(now, floating, one_each=wanted.grace is not None)
             is_enough = len(free) >= wanted.min_replies

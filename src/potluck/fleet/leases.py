@@ -26,9 +26,6 @@ AHEAD = FLOATING - 1
 restart_grace = 5.0
 """After a restart of the coordinator workers have this many times `reconnect_s` to find it again."""
 
-max_task_failures = 3
-"""After so many a verb that may hand work to anybody asks whether it is hopeless."""
-
 _ISSUES = 1024
 
 

@@ -26,7 +26,7 @@ from potluck.fleet.cutting import Cutting
 from potluck.fleet.data import DataPlane
 from potluck.fleet.encoding import UpEncoding
 from potluck.fleet.head import HEAD, HeadWork, credit
-from potluck.fleet.leases import AHEAD, FLOATING, LeaseBook, Lost, OpenLease, Outcome, max_task_failures, wire_attempt
+from potluck.fleet.leases import AHEAD, FLOATING, LeaseBook, Lost, OpenLease, Outcome, wire_attempt
 from potluck.fleet.overlap import Overlap
 from potluck.fleet.paces import Paces, cohort, facts
 from potluck.fleet.publisher import Publisher
@@ -46,6 +46,8 @@ from potluck.strategies.task import BoundTask, EncodedArguments, Result, encode_
 from potluck.types.errors import RoundFailed
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Params
+
+max_task_failures = 3
 
 
 class LiveFleet:
