@@ -20,6 +20,7 @@ from potluck.codecs.base import codec
 from potluck.codecs.bundle import write_flat
 from potluck.coordinator.service import MAX_TRANSFERS
 from potluck.fleet.config import FleetConfig
+from potluck.fleet.roster import Roster
 from potluck.protocol import pb, upload_purpose, version
 from potluck.protocol.frames import pack_chunk, pack_data
 from potluck.simulator.exact.problem import Problem
@@ -31,6 +32,7 @@ from potluck.transport.objects import _crowd
 from potluck.types.errors import ConnectionLost, Refused
 from potluck.types.ids import WorkerId
 from potluck.types.params import Layout
+from potluck.types.profile import DeviceProfile
 
 Lie = Callable[[pb.Lease, pb.TaskResult], pb.TaskResult]
 """What the liar reports for a lease, made from an honest answer."""
@@ -423,3 +425,26 @@ def test_a_worker_has_so_many_object_streams_and_none_that_stands_still(tmp_path
     assert sorted(set(reasons)) == [
         "a transfer of flood stood still for 20 s", "flood has 8 transfers under way; end one or wait"
     ]  # fmt: skip
+
+
+def test_who_never_has_its_state_is_left_out_like_any_whose_work_fails(tmp_path: Path) -> None:
+    """Once it is no fault: a disk was lost. Where nobody waits for it, it would be given work at once, for ever."""
+    world, liar = run_with(tmp_path, changed(error="it is gone", lacks_state=True))
+    assert world.last is not None and world.last.roster.members[liar.id].quarantined
+    assert liar.num_leases == 3
+
+
+def test_right_numbers_do_not_make_up_for_a_wrong_update() -> None:
+    """Tasks that send no update go between those that do, in streaming methods and where a round is validated."""
+    roster = Roster(FleetConfig(quarantine_after=3))
+    member = roster.arrive(WorkerId("liar"), DeviceProfile(device="cpu"), 0.0)
+    for _ in range(2):
+        roster.refused(member, "nonsense", 0.0, is_update=True)
+        roster.succeeded(member, is_update=False)
+    assert member.strikes == 2
+    roster.succeeded(member, is_update=True)
+    assert member.strikes == 0
+    for _ in range(3):
+        roster.refused(member, "nonsense", 0.0, is_update=True)
+        roster.succeeded(member, is_update=False)
+    assert member.quarantined == "3 refused results in a row, the last: nonsense"

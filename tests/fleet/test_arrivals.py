@@ -13,6 +13,7 @@ from worlds import virtual_world
 from potluck.clock import run_virtual
 from potluck.coordinator.divergence import Diverged
 from potluck.fleet.config import FleetConfig
+from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
@@ -40,11 +41,13 @@ class DivergingOnce(AsyncDiLoCo):
 
 def play(
     folder: Path, *, seconds: Sequence[float], num_rounds: int, disturb: Callable[[World], Any] | None = None,
-    strategy: AsyncDiLoCo | None = None, fleet: dict[str, Any] | None = None, **settings: Any,
+    strategy: AsyncDiLoCo | None = None, fleet: dict[str, Any] | None = None, inner: InnerConfig | None = None,
+    **settings: Any,
 ) -> tuple[AsyncDiLoCoState, World, Accepted]:  # fmt: skip
     """`seconds` that each worker takes for a step."""
     problem = Problem(num_rounds=num_rounds, validate=False)
     problem.fleet = FleetConfig.model_validate({"min_workers": len(seconds), "no_progress_s": 60.0, **(fleet or {})})
+    problem.inner = inner or problem.inner
     strategy = strategy or AsyncDiLoCo(AsyncDiLoCoConfig(num_inner_steps=4, **settings))
 
     def cost(step_s: float) -> Callable[[pb.Lease], float]:
@@ -193,3 +196,31 @@ def test_an_accepted_update_that_cannot_be_used_costs_its_commit_and_not_the_run
     assert len(accepted) == 4 and state.tokens == 8 * 4 * 4 * 8
     assert not [event.text for event in world.events if event.kind == "note" and "afresh" in event.text]
     check_books(world, state)
+
+
+@pytest.mark.parametrize("settings", [{}, {"quorum": 0.6}, {"updates_per_commit": 3}], ids=["one", "quorum", "buffer"])
+def test_a_run_whose_losses_are_not_finite_anywhere_stops(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Nobody is to blame where all fail, so nobody is left out, and without a barrier no round would end by itself."""
+    inner = InnerConfig(lr=1e18, batch_size=4, warmup=0.1)
+    with pytest.raises(RunStopped, match=r"all others fail: w1 could not do .* the loss is nan"):
+        play(tmp_path, seconds=[1.0, 1.0], num_rounds=5, inner=inner, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"quorum": 1.0}], ids=["one", "quorum"])
+def test_a_machine_whose_work_fails_discards_nobody_elses(tmp_path: Path, settings: dict[str, Any]) -> None:
+    async def fail(world: World) -> None:
+        agent = world.hosts[WorkerId("w2")].agent
+        assert agent is not None
+
+        async def no_work(*_: object) -> None:
+            raise OSError("its memory is broken")
+
+        while agent.runner is None:
+            await world.clock.sleep(0.01)
+        agent.runner._do = no_work  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]
+
+    state, world, accepted = play(tmp_path, seconds=[2.0, 1.0], num_rounds=4, disturb=fail, **settings)
+    assert state.round == 4
+    assert accepted[1:] == [["w1"]] * 3
+    assert world.last is not None and world.last.roster.members[WorkerId("w2")].num_quarantines
+    assert not any(event.kind == "discarded" for event in world.events)

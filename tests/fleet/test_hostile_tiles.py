@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from potluck.clock import InlineExecutor, SystemClock, VirtualClock, run_virtual
 from potluck.codecs.bundle import pack_tensors, unpack_tensors
 from potluck.contract import checks
+from potluck.fleet import spread
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.roster import Roster
 from potluck.fleet.spread import Flight, Play, Spreader
@@ -27,8 +29,9 @@ from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
 from potluck.strategies.bag import Piece
 from potluck.strategies.sub_gemm.strategy import SubGEMM, SubGEMMConfig
+from potluck.transport.memory import Link
 from potluck.transport.pieces import PieceReply, PieceRequest, piece_frames, resting_frame
-from potluck.types.errors import CorruptError, NotFinite, Refused, RoundFailed, RunStopped
+from potluck.types.errors import ConnectionLost, CorruptError, NotFinite, Refused, RoundFailed, RunStopped
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile
 from potluck.worker.pieces import Pieces
@@ -231,6 +234,47 @@ def test_who_takes_pieces_and_gives_none_costs_ever_less(
 def test_a_drip_of_bytes_ends_who_sends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused, match="no more than 1 bytes"):
         rounds_with(drips, monkeypatch)
+
+
+async def lies_and_hangs_up(pieces: Pieces, to: Send) -> None:
+    while not pieces._replies:
+        pieces._to_send.clear()
+        await pieces._to_send.wait()
+    for frame in changed(lambda c: c + 1)(pieces._replies.popleft()):
+        await to(frame)
+    raise ConnectionLost("it hangs up, and dials again")
+
+
+def test_nobody_takes_a_wrong_tile_back_by_hanging_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of a tile takes a while, and the stream has ended before it is over."""
+    send, seen = Pieces.send, list[Pieces]()
+
+    async def evil(pieces: Pieces, to: Send) -> None:
+        seen.append(pieces)
+        await (lies_and_hangs_up if pieces is seen[0] else send)(pieces, to)
+
+    monkeypatch.setattr(Pieces, "send", evil)
+    problem = Problem(num_rounds=2, validate=False, fleet=FleetConfig(min_workers=2))
+
+    def slow_checks() -> InlineExecutor:
+        return InlineExecutor(lambda fn: 0.02 if fn is spread._take else 0.0)
+
+    async def play() -> World:
+        strategy = SubGEMM(SubGEMMConfig(head_computes=False, least_side=4))
+        world = World(
+            problem.plan(strategy), problem.make_deck, tmp_path, clock=VirtualClock(), make_executor=slow_checks
+        )
+        for name in ("w1", "w2"):
+            world.add(name, link=Link(up_bytes_per_s=2e5, down_bytes_per_s=1e6, rtt_s=0.005), cost_s=checks.cost_s)
+        await world.clock.sleep(1.0)
+        await world.start()
+        await world.finish()
+        return world
+
+    world = run_virtual(play())
+    assert world.last is not None
+    honest, liar = sorted(m.num_quarantines for m in world.last.roster.members.values())
+    assert (honest, liar > 0) == (0, True)
 
 
 async def rounds(world: World, number: int) -> None:

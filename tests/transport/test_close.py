@@ -69,3 +69,23 @@ def test_a_cancel_while_the_stream_ends_is_kept(num_turns: int) -> None:
         )
 
     asyncio.run(main())
+
+
+class GrpcOwnError(Exception):
+    """As `ExecuteBatchError` of gRPC's: an Exception of no public class."""
+
+
+def test_a_link_that_breaks_while_a_stream_is_closed_ends_the_stream_and_nothing_else() -> None:
+    class BreakingCall(OpenCall):
+        async def done_writing(self) -> None:
+            self.end()
+            raise GrpcOwnError('Failed "execute_batch"')
+
+    async def main() -> None:
+        call = BreakingCall()
+        end = _WorkerEnd(call, "Data", "127.0.0.1:1", Traffic())  # pyright: ignore[reportArgumentType]
+        async with asyncio.timeout(5):
+            await end.close()
+        assert call.ended.is_set()
+
+    asyncio.run(main())

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from potluck.clock import Clock
 from potluck.fleet.attempt import Attempt
-from potluck.fleet.leases import FLOATING, OpenLease
+from potluck.fleet.leases import FLOATING, Lost, OpenLease
 from potluck.fleet.paces import cohort
 from potluck.fleet.reduction import check_reduction
 from potluck.fleet.waiting import a_little
@@ -21,6 +21,7 @@ from potluck.protocol import pb
 from potluck.storage.ledger import Ledger, ReplyRow
 from potluck.strategies.fleet import Reduction, Reply, WorkerInfo
 from potluck.strategies.task import BoundTask
+from potluck.types.errors import RoundFailed
 from potluck.types.ids import WorkerId
 
 if TYPE_CHECKING:
@@ -39,6 +40,29 @@ class Wanted:
     grace: float | None = None
     expects: Reduction | None = None
     max_staleness: int | None = None
+
+
+@dataclass
+class _Failures:
+    """Tasks that failed since a reply came, while one verb waits."""
+
+    open: dict[OpenLease, None] = field(default_factory=dict[OpenLease, None])  # whose outcome is to be looked at
+    reasons: dict[WorkerId, list[str]] = field(default_factory=dict[WorkerId, list[str]])
+
+    def look(self) -> None:
+        for lease in [lease for lease in self.open if lease.outcome.done()]:
+            del self.open[lease]
+            outcome = lease.outcome.result()
+            if not isinstance(outcome, Lost):
+                self.reasons.clear()
+            elif outcome.failed:
+                self.reasons.setdefault(lease.worker, []).append(outcome.reason)
+
+    def hopeless(self, hoped_for: Collection[WorkerId], most: int) -> str:
+        """Why nothing is to be hoped for, "" if something is: all have failed so often, and whoever fails among many
+        that do not is quarantined after as many times and not hoped for any more."""
+        often = {worker: reasons[-1] for worker, reasons in self.reasons.items() if len(reasons) >= most}
+        return "; ".join(often.values()) if often.keys() >= set(hoped_for) else ""
 
 
 class Arrivals:
@@ -105,12 +129,22 @@ class Arrivals:
         return sorted(keys)
 
     async def _choose(self, wanted: Wanted) -> list[str]:
-        """The keys of the replies to take, once they are here."""
+        """The keys of the replies to take, once they are here. RoundFailed where everybody's work fails."""
         roster, now, floating = self._fleet.roster, self._fleet.now, self._fleet.floating
         self._claim(wanted.expects)
         ends_at: float | None = None
+        failures = _Failures()
         while True:
+            failures.look()
             delivered = {row.worker for row in _free(now, floating)}
+            hoped_for = {w.id for w in roster.here(self._clock.now())}
+            if wanted.grace is not None:
+                hoped_for -= delivered
+            why = failures.hopeless(hoped_for, self._fleet.config.quarantine_after)
+            if why and (hoped_for or not delivered):  # else who has delivered is all that can be had
+                raise RoundFailed(
+                    f"{len(delivered)} of {wanted.min_replies} replies are here and all others fail: {why}"
+                )
             await self._offer(wanted, but=delivered)
             free = _free(now, floating, one_each=wanted.grace is not None)
             is_enough = len(free) >= wanted.min_replies
@@ -125,6 +159,7 @@ class Arrivals:
                     ends_at = self._clock.now() + wanted.grace * self._typical_s(free)
                 if self._clock.now() >= ends_at:
                     return [row.key for row in free]
+            failures.open |= dict.fromkeys(self._at_work())
             if not free and not any(self._at_work()) and not roster.here(self._clock.now()):
                 await self._fleet.ready(1)
             else:

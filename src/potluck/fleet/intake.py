@@ -166,12 +166,13 @@ class Intake:
         if result.not_finite:
             self._fleet.overflowed.add(member.id)
         self._verdict(member, lease.id, "dropped", "the task failed")
-        if result.lacks_state:  # its disk is gone, or another one: no fault of what it does
+        if result.lacks_state:
             await self._fleet.ahead.lacks_state(member.id)
-            await self._fleet.fail(lease, reason)
-            return
         await self._fleet.fail(lease, reason)
-        self._fleet.roster.failed(member, reason, self._clock.now())
+        if result.lacks_state and not member.failing:  # its disk is gone, or another one: once that is no fault
+            member.failing = True
+        else:
+            self._fleet.roster.failed(member, reason, self._clock.now())
 
     async def _judge(self, member: Member, lease: OpenLease, result: pb.TaskResult, inline: dict[str, Tensor]) -> None:
         """Believe a result that is here whole, or refuse it."""
@@ -192,13 +193,13 @@ class Intake:
             reason = f"{member.id} sent a result that was refused: {fault}"
             self._verdict(member, lease.id, "refused", fault)
             await self._fleet.fail(lease, reason)
-            self._fleet.roster.refused(member, reason, self._clock.now())
+            self._fleet.roster.refused(member, reason, self._clock.now(), is_update=lease.expects is not None)
             return
         if lease.id not in self._fleet.book.open:
             self._verdict(member, lease.id, "dropped", "nobody waits for it any more")
             return
         self.inline.pop((member.id, lease.id), None)
-        self._fleet.roster.succeeded(member)
+        self._fleet.roster.succeeded(member, is_update=lease.expects is not None)
         is_first = True
         if "@" in result.key:
             await self._fleet.sessions.emitted(lease, result.step, scalars, result.object)

@@ -36,6 +36,7 @@ class Member:
     leaving: bool = False
     strikes: int = 0  # results in a row that were refused, or tasks that failed
     failing: bool = False  # its last task failed there
+    refused_update: bool = False  # and none was accepted since
     quarantined: str = ""  # the reason, "" for none
     free_at: float = math.inf  # when its quarantine ends
     num_quarantines: int = 0
@@ -196,14 +197,19 @@ class Roster:
             self._strike(member, "failed tasks", reason, now)
         self.signal()
 
-    def refused(self, member: Member, reason: str, now: float) -> None:
+    def refused(self, member: Member, reason: str, now: float, *, is_update: bool = False) -> None:
         """A result of it was refused."""
         member.failing = False
+        member.refused_update |= is_update
         self._strike(member, "refused results", reason, now)
         self.signal()
 
-    def succeeded(self, member: Member) -> None:
-        member.strikes, member.failing = 0, False
+    def succeeded(self, member: Member, *, is_update: bool = True) -> None:
+        """A result of it counts. For an update that was refused only an update makes up: numbers are easily right."""
+        member.failing = False
+        member.refused_update &= not is_update
+        if not member.refused_update:
+            member.strikes = 0
 
     def _strike(self, member: Member, what: str, reason: str, now: float) -> None:
         """Too many in a row and the worker gets no work for a while, each time for twice as long."""

@@ -93,6 +93,7 @@ class Lane:
     num_good: int = 0  # replies since one was refused
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     answered: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ended: bool = False  # no more replies will come
 
     def most_bytes(self, id: int) -> int:
         """That the reply to a piece may take; 0 where nobody waits for it."""
@@ -195,12 +196,15 @@ class Spreader:
             lane.ready.set()
 
     def _look_over(self, play: Play, now: float) -> None:
-        """Lose what workers have that are gone or silent, and note when the next one may have fallen silent."""
+        """Lose what workers have that are gone or silent, and note when the next one may have fallen silent.
+
+        What is answered is here, whoever is gone: it is judged.
+        """
         play.look_over_at = math.inf
-        for flight in list(play.flights.values()):
+        for flight in [flight for flight in play.flights.values() if not flight.is_answered]:
             if reason := self._why_lost(flight.lane, now):
                 self._lose(flight, reason, now)
-        lanes = {flight.lane for flight in play.flights.values()}
+        lanes = {flight.lane for flight in play.flights.values() if not flight.is_answered}
         heard = (heard_until(lane.member, self._roster.config) for lane in lanes)
         play.look_over_at = min(heard, default=math.inf)
 
@@ -407,7 +411,18 @@ class Spreader:
 
     async def judge(self, lane: Lane) -> None:
         """Judge replies as they come, for as long as the stream lasts. Beside `read`: frames are timed as they come, so
-        reading must not wait for a check."""
+        reading must not wait for a check. Cancelled, it ends when all that came is judged: nobody takes a wrong result
+        back by hanging up."""
+        judging = asyncio.ensure_future(self._judge_all(lane))
+        try:
+            await asyncio.shield(judging)
+        except asyncio.CancelledError:
+            lane.has_ended = True
+            lane.answered.set()
+            await judging
+            raise
+
+    async def _judge_all(self, lane: Lane) -> None:
         while True:
             lane.answered.clear()
             while lane.replies:
@@ -415,6 +430,8 @@ class Spreader:
                 if lane.flights.get(answer.flight.id) is answer.flight:
                     await self._judge(lane, answer.flight, answer.reply, answer.at)
                 self._forget_reply(lane)
+            if lane.has_ended:
+                return
             await lane.answered.wait()
 
     def _forget_reply(self, lane: Lane) -> None:

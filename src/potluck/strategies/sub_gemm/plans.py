@@ -3,8 +3,8 @@
 A step asks for what the one before asked for. Until that is known, a product is planned when it comes, and its weight
 is kept if there is still memory for it. The fleet that plans were made for stands until a step begins with other
 devices, or speeds that have drifted; within a step only if many devices have come or gone, since a new plan has other
-shards and what devices hold would be worth nothing. Steps wait while plans are made, so for speeds alone that is done
-only where the last time was little of the time since.
+shards and what devices hold would be worth nothing. Who comes back with less memory is another device. Steps wait while
+plans are made, so for speeds alone that is done only where the last time was little of the time since.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Plans:
         is_known = all(self._known.get(key) == count for key, count in grown.items())
         self._known |= grown
         self._asked.clear()
-        has_changed, begun_at = {w.id for w in here} != set(self.fleet), now()
+        has_changed, begun_at = bool(self._others(here)), now()
         if not has_changed and self._took_s <= most_planning_share * (begun_at - self._made_at):
             has_changed = self._times.drift(self.fleet, here) > drift_tolerance
         if has_changed or not is_known:
@@ -77,8 +77,7 @@ class Plans:
     def of(self, product: Product, here: Sequence[WorkerInfo], head: Head) -> Plan:
         """ValueError for devices whose numbers are none."""
         share = changed_share_keeping if self._kept.any() else changed_share
-        changed = {w.id for w in here} ^ set(self.fleet)
-        if len(changed) > share * max(len(here), len(self.fleet)):
+        if len(self._others(here)) > share * max(len(here), len(self.fleet)):
             self._plan_for(here, head)
         key = _Key(product.shape, product.kind, product.b.name.removesuffix(".T") if product.b.is_weight else "")
         self._asked[key] += 1
@@ -86,6 +85,14 @@ class Plans:
         if plan is None:
             plan = self._plans[key] = self._first_come(key, product.b.is_weight, head)
         return plan
+
+    def _others(self, here: Sequence[WorkerInfo]) -> set[WorkerId]:
+        """Who has come or gone since plans were made, or has come back with too little memory for them."""
+        planned = self.fleet
+        have = {w.id: w.profile.usable_memory_bytes or math.inf for w in here}
+        least = 1 - drift_tolerance
+        small = {id for id, memory in have.items() if id in planned and memory < least * planned[id].memory_bytes}
+        return (have.keys() ^ planned.keys()) | small
 
     def kept_bytes(self) -> Mapping[WorkerId, float]:
         """Of each device, weights of all plans so far."""
