@@ -369,7 +369,8 @@ class Spreader:
             kept=kept,
             memory_bytes=piece.memory_bytes,
         )
-        part_bytes = min(packed_bytes, max(most_packed_bytes // len(self._streams) // FRAME_BYTES, 1) * FRAME_BYTES)
+        share = most_packed_bytes // max(len(self._streams), 1)
+        part_bytes = min(packed_bytes, max(share // FRAME_BYTES, 1) * FRAME_BYTES)
         for start in range(0, max(len(bundle), 1), part_bytes):
             try:
                 part = await self._transfers.run(_part, bundle, start, part_bytes)
