@@ -65,7 +65,7 @@ def home_machines(count: int) -> list[Device]:
     boards, desktops = count // 10, 3 * count // 10
     mbit = gbit / 1000
     up, down = (10 * mbit, 50 * mbit), (50 * mbit, 250 * mbit)
-    watts = {"idle_w": (5.0, 15.0), "busy_w": (30.0, 90.0)}
+    idle_w, busy_w = (5.0, 15.0), (30.0, 90.0)
     return [
         Device(
             name="desktop", count=desktops, flops=(4e12, 4e13), memory_bytes=(32e9, 64e9), up_bytes_per_s=up,
@@ -73,11 +73,11 @@ def home_machines(count: int) -> list[Device]:
         ),
         Device(
             name="laptop", count=count - desktops - boards, flops=(1e12, 8e12), memory_bytes=(32e9, 32e9),
-            up_bytes_per_s=up, down_bytes_per_s=down, rtt_s=(0.01, 0.08), duty=(0.5, 1.0), **watts,
+            up_bytes_per_s=up, down_bytes_per_s=down, rtt_s=(0.01, 0.08), duty=(0.5, 1.0), idle_w=idle_w, busy_w=busy_w,
         ),
         Device(
             name="board", count=boards, flops=(5e11, 2e12), memory_bytes=(32e9, 32e9), up_bytes_per_s=up,
-            down_bytes_per_s=down, rtt_s=(0.02, 0.1), **watts,
+            down_bytes_per_s=down, rtt_s=(0.02, 0.1), idle_w=idle_w, busy_w=busy_w,
         ),
     ]  # fmt: skip
 
