@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -189,3 +189,31 @@ def test_workers_of_unequal_weight_equal_a_plain_loop(eager: bool, overlap: int,
     assert len(got.kept[WorkerId("w1")]) == (3 if eager else 2)
     # Half of the model is sent at a time.
     assert StreamingDiLoCo(config).kept_vectors == (3.5 if eager else 2.0)
+
+
+def test_a_chain_is_gone_on_with_in_its_order_after_a_restart() -> None:
+    """Also where names of tasks sort otherwise: "10" comes before "9"."""
+
+    def played(disturb: Callable[[World], Awaitable[None]] | None = None) -> checks.Outcome:
+        return checks.run(
+            Problem(num_rounds=14, validate=False),
+            lambda: streaming(num_inner_steps=12, num_fragments=4, overlap_steps=9),
+            num_workers=2,
+            min_workers=2,
+            disturb=disturb,
+            costs=lambda _: lambda lease: lease.num_sequences / 3.0,
+        )
+
+    async def disturb(world: World) -> None:
+        while sum(event.kind == "round" for event in world.events) < 7:
+            await world.clock.sleep(0.1)
+        await world.crash_coordinator()
+        for name in ("w1", "w2"):
+            await world.crash(name)
+        await world.clock.sleep(1.0)
+        await world.start()
+        for name in ("w1", "w2"):
+            world.switch_on(WorkerId(name))
+
+    calm, got = played(), played(disturb)
+    assert torch.equal(got.params, calm.params)

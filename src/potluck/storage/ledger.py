@@ -281,7 +281,7 @@ class Ledger:
     def leases(self, round: int, attempt: int) -> list[LeaseRow]:
         rows = self._db.query(
             "SELECT key, issue, worker, lease, status, reason FROM leases WHERE round = ? AND attempt = ? "
-            "ORDER BY key, issue",
+            "ORDER BY rowid",  # as they were handed out: a chain is gone through in this order
             (round, attempt),
         )
         return [
