@@ -41,6 +41,22 @@ def test_the_resource_that_binds_takes_the_correction() -> None:
     assert after.down_bytes_per_s == before.down_bytes_per_s == 4e6
 
 
+def test_many_tiles_that_were_predicted_alike_correct_it_once() -> None:
+    """A device with little memory gets hundreds of tiles of one product, all predicted as it began."""
+    times = TileTimes()
+    began = times.device(info)
+    for _ in range(500):
+        times.observe(anna, tile(0.1, 1.0, 0.1), predicted_s=1.0, observed_s=3.0, by=began)
+    assert times.device(info).s_per_flop / began.s_per_flop == pytest.approx(3.0, rel=1e-3)
+
+
+def test_a_link_without_a_known_limit_is_corrected_by_nothing() -> None:
+    times = TileTimes()
+    endless = replace(times.device(info), down_bytes_per_s=math.inf, up_bytes_per_s=math.inf)
+    times.observe(anna, tile(0.0, 1.0, 0.0), predicted_s=1.0, observed_s=1.0, by=endless)
+    assert times.device(info) == times.device(replace(info)) and times.device(info).s_per_flop == 1e-9
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
 def test_times_that_are_none_change_nothing(seconds: float) -> None:
     times = TileTimes()

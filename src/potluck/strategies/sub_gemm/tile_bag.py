@@ -534,7 +534,9 @@ class TileBag:
             self._observe(flight, waited_s)
 
     def _observe(self, flight: Flight, observed_s: float) -> None:
-        self._times.observe(flight.lane.id, flight.stages, predicted_s=flight.predicted_s, observed_s=observed_s)
+        self._times.observe(
+            flight.lane.id, flight.stages, predicted_s=flight.predicted_s, observed_s=observed_s, by=flight.lane.device
+        )
 
     def _land(self, tile: Tile, values: Tensor, now: float) -> None:
         """Put a tile where it belongs, and what is complete by it too. Without the lock: it may take long."""

@@ -92,7 +92,10 @@ class TileTimes:
         record = self._records.get(worker.id)
         if self._profiles.get(worker.id) != worker.profile or self._should_take_usual(worker.id, record):
             self._meet(worker)
-        plain = self._plain[worker.id]
+        return self._corrected(worker.id)
+
+    def _corrected(self, worker: WorkerId) -> TileDevice:
+        plain, record = self._plain[worker], self._records.get(worker)
         if record is None:
             return plain
         return replace(
@@ -155,10 +158,19 @@ class TileTimes:
             not _is_close(taken.get(n, 0.0), rate) for n, rate in self._usual(self._profiles[worker].link).items()
         )
 
-    def observe(self, worker: WorkerId, tile: Stages, *, predicted_s: float, observed_s: float) -> None:
-        """A tile of these stages came back after so long. What is no positive time changes nothing."""
+    def observe(
+        self, worker: WorkerId, tile: Stages, *, predicted_s: float, observed_s: float, by: TileDevice | None = None
+    ) -> None:  # fmt: skip
+        """A tile of these stages came back after so long. What is no positive time changes nothing.
+
+        `by` is the device as it was predicted with: hundreds of tiles may have corrected it since, and what they did
+        is not to be done again.
+        """
         if not (0 < observed_s < math.inf and 0 < predicted_s < math.inf and tile.longest_s > 0):
             return
+        if by is not None and worker in self._plain:
+            now = _with_rates_of(self._corrected(worker), by, tile)
+            predicted_s, tile = predicted_s * now.longest_s / tile.longest_s, now
         record = self._records.setdefault(worker, _Record())
         factor = correction(observed_s=observed_s, predicted_s=predicted_s)
         record.down = _bounded(record.down * factor ** (tile.down_s / tile.longest_s))
@@ -212,6 +224,21 @@ class TileTimes:
             )
             most = max([most, *(max(x, y) / min(x, y) for x, y in pairs if x != y and min(x, y) > 0)])
         return most - 1.0
+
+
+def _with_rates_of(now: TileDevice, then: TileDevice, tile: Stages) -> Stages:
+    """What was predicted of a tile `then`, as it is predicted now."""
+    return replace(
+        tile,
+        down_s=tile.down_s * _factor(then.down_bytes_per_s, now.down_bytes_per_s),
+        work_s=tile.work_s * _factor(now.s_per_flop, then.s_per_flop),
+        up_s=tile.up_s * _factor(then.up_bytes_per_s, now.up_bytes_per_s),
+    )
+
+
+def _factor(over: float, under: float) -> float:
+    """1 where one of them is not known."""
+    return over / under if 0 < over < math.inf and 0 < under < math.inf else 1.0
 
 
 def _is_close(old: float, new: float) -> bool:
