@@ -51,7 +51,7 @@ from potluck.types.errors import PotluckError
 from potluck.types.ids import WorkerId
 
 sizes = Setting(
-    seq_len=64, batch_size=8, num_steps=960, num_warm_steps=960, n_layer=4, n_embd=48, vocab_size=512, warm_lr=4e-3
+    seq_len=64, batch_size=8, num_steps=2560, num_warm_steps=1280, n_layer=2, n_embd=48, vocab_size=512, warm_lr=4e-3
 )
 unequal_step_s = (4.0, 4.0, 2.0, 1.0)
 up_steps, down_steps = 16.0, 4.0
@@ -114,13 +114,13 @@ methods: dict[str, Method] = {
     ),
     "streaming_diloco, int4": _streaming(
         options={
-            "num_inner_steps": 64, "num_fragments": 4, "overlap_steps": 16, "mixing": 0.0, "outer_lr": 0.7,
+            "num_inner_steps": 64, "num_fragments": 2, "overlap_steps": 2, "mixing": 0.5, "outer_lr": 0.7,
             "outer_momentum": 0.6,
         },
         codecs=("int4", "int4-delta"),
     ),
     "sparse_diloco": Method(
-        strategy=SparseDiLoCo, config=SparseDiLoCoConfig, options={"num_inner_steps": 12},
+        strategy=SparseDiLoCo, config=SparseDiLoCoConfig, options={"num_inner_steps": 20},
         codecs=("topk(6.25%)+2bit+ef(0.95)", "topk(6.25%)+2bit-delta"), rule="norm_clipping",
     ),
     "async_diloco, 4 : 4 : 2 : 1": _async(
@@ -193,7 +193,7 @@ def bench_methods(
     *, seeds: int = 1, first_seed: int = 1, only: str = "", steps: int = 0, fleet: str = "", picture: str = "",
     processes: int = 0, told: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Means over seeds. `only` are names of methods, separated by semicolons; `steps` of each worker, 0 for 960;
+    """Means over seeds. `only` are names of methods, separated by semicolons; `steps` of each worker, 0 for 2,560;
     `fleet` is a fleet file whose machines are the workers, with the steps and bytes of the recipe `five_sites`;
     `picture` is where an SVG is written: loss against time, and against bytes."""
     num_steps, began = steps or sizes.num_steps, time.monotonic()

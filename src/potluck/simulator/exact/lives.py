@@ -86,7 +86,10 @@ class Life:
         if self.alive and self.fate is not None:
             await self.fate.at_await(self)
         if not self.alive:
-            await asyncio.get_running_loop().create_future()  # it is being cancelled
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()  # it may have been begun after the others were, or have waited for a thread since
+            await asyncio.get_running_loop().create_future()
 
     def sends(self, method: str, message: bytes) -> tuple[bytes, ...]:
         """What reaches the link when it sends this."""
