@@ -533,3 +533,49 @@ def test_a_cancelled_transfer_leaves_nothing_running(network, site):
 
     run(network, site.service, main)
     assert site.there.has(digest)
+
+
+def test_what_a_sender_had_on_its_way_is_taken_before_its_stream_ends(site):
+    """Another stream has brought the rest meanwhile; gRPC would tell it that its link is lost."""
+    data = content(2 * CHUNK_BYTES)
+    digest = site.there.put(data)
+    answers = []
+
+    class Late:
+        """The sender's end, with two chunks on the way when it is told that all is done."""
+
+        def __init__(self):
+            self.coming = [
+                pb.ObjectInfo(digest=digest, size=len(data)).SerializeToString(),
+                pack_chunk(0, data[:CHUNK_BYTES]), pack_chunk(CHUNK_BYTES, data[CHUNK_BYTES:]), None,
+            ]  # fmt: skip
+
+        async def receive(self):
+            return self.coming.pop(0)
+
+        async def send(self, message):
+            answers.append(pb.PutAck.FromString(message))
+
+    channel = Late()
+    asyncio.run(objects.serve_put(channel, site.there, site.their_executor, lambda _: None))
+    assert [answer.done for answer in answers] == [True] and channel.coming == []
+
+
+def test_a_sender_that_is_gone_once_it_has_its_answer_has_stored_its_object(site):
+    data = content(CHUNK_BYTES)
+    digest = site.there.put(data)
+
+    class Gone:
+        def __init__(self):
+            self.has_asked = False
+
+        async def receive(self):
+            if self.has_asked:
+                raise ConnectionLost("its link broke")
+            self.has_asked = True
+            return pb.ObjectInfo(digest=digest, size=len(data)).SerializeToString()
+
+        async def send(self, message):
+            pass
+
+    assert asyncio.run(objects.serve_put(Gone(), site.there, site.their_executor, lambda _: None)) == digest

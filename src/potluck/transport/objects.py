@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,7 +133,19 @@ async def serve_put(
                 await channel.send(pb.PutAck(offset=safe_bytes, window=_crowd.window_bytes).SerializeToString())
         await executor.run(partial.finish)
     await channel.send(pb.PutAck(offset=info.size, done=True).SerializeToString())
+    await _let_end(channel)
     return digest
+
+
+async def _let_end(channel: Channel) -> None:
+    """Take what a sender had on its way when another stream brought the rest of its object, until it ends the stream.
+
+    gRPC tells a sender whose stream ends under a message that the link is lost, and not what it was answered.
+    """
+    with suppress(ConnectionLost):  # it has its answer, or comes again for it
+        for _ in range(MAX_COMING_BYTES // CHUNK_BYTES + 1):
+            if await channel.receive() is None:
+                return
 
 
 # The worker's side of one stream

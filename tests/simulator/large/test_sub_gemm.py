@@ -170,6 +170,15 @@ def test_a_fleet_of_another_size_has_the_same_mixture() -> None:
     assert [m.flops for m in large[:12]] == [m.flops for m in found]  # the same ones, and more
 
 
+def test_a_chart_of_many_points_in_a_narrow_range_has_round_marks() -> None:
+    points = tuple((100.0 + 7 * i, 5.1 - 0.07 * i) for i in range(20))
+    root = ElementTree.fromstring(
+        charts_svg([Chart(title="", x_name="s", y_name="nats", lines=(Line(name="a", points=points),))])
+    )
+    texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"4", "5"} <= set(texts) and "200" in texts and "107" not in texts
+
+
 def test_charts_are_drawn_to_scale() -> None:
     chart = Chart(
         title="time & <devices>", x_name="devices", y_name="seconds",

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from html import escape
 
 colours = ("#4c78a8", "#e45756", "#54a24b", "#f58518", "#72b7b2", "#b279a2", "#9d755d", "#444444", "#bab0ac")
+most_marks = 8
+"""Values of x that are all written; of more, round ones are."""
+_steps = ((1.0,), (1.0, 2.0, 5.0), tuple(map(float, range(1, 10))), tuple(step / 4 for step in range(4, 40)))
 width_px, height_px, left_px, top_px, right_px, bottom_px = 760, 400, 80, 40, 240, 50
 
 
@@ -46,11 +49,12 @@ def _chart(chart: Chart) -> list[str]:
     across, up = _Axis(xs, left_px, width_px - right_px), _Axis(ys, height_px - bottom_px, top_px)
     base = height_px - bottom_px
     parts = [f'<text x="{left_px}" y="20" font-size="13">{escape(chart.title)}</text>']
-    for at in sorted(set(xs)):
+    distinct = sorted(set(xs))
+    for at in distinct if len(distinct) <= most_marks else across.marks():
         x = across.at(at)
         parts.append(f'<line x1="{x:.1f}" y1="{base}" x2="{x:.1f}" y2="{base + 4}" stroke="#888"/>')
         parts.append(f'<text x="{x:.1f}" y="{base + 17}" text-anchor="middle">{at:,.0f}</text>')
-    for at in up.decades():
+    for at in up.marks():
         y = up.at(at)
         parts.append(f'<line x1="{left_px}" y1="{y:.1f}" x2="{width_px - right_px}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{left_px - 6}" y="{y + 4:.1f}" text-anchor="end">{at:g}</text>')
@@ -86,10 +90,13 @@ class _Axis:
         share = (math.log10(value) - self._low) / (self._high - self._low)
         return self._begin + share * (self._end - self._begin)
 
-    def decades(self) -> list[float]:
-        """Powers of ten, with 2 and 5 times them where there would be fewer than three."""
-        first, last = math.floor(self._low), math.ceil(self._high)
-        tens = [power for power in range(first, last + 1) if self._low <= power <= self._high]
-        steps = (1.0,) if len(tens) >= 3 else (1.0, 2.0, 5.0)
-        every = [step * 10.0**power for power in range(first, last + 1) for step in steps]
-        return [value for value in every if self._low <= math.log10(value) <= self._high]
+    def marks(self) -> list[float]:
+        """Powers of ten, with as few numbers between them as make it three."""
+        found: list[float] = []
+        for steps in _steps:
+            powers = range(math.floor(self._low), math.ceil(self._high) + 1)
+            every = [step * 10.0**power for power in powers for step in steps]
+            found = [value for value in every if self._low <= math.log10(value) <= self._high]
+            if len(found) >= 3:
+                break
+        return found

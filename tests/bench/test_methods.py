@@ -1,0 +1,53 @@
+"""What `bench methods` makes of runs, and of a fleet; the runs themselves are those of `bench convergence`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from potluck.bench.convergence import Trained
+from potluck.bench.methods import Found, _at_sites, _figures, alone, bench_methods, methods, reference  # pyright: ignore
+from potluck.types.errors import PotluckError
+
+
+def trained(loss: float, up: float, down: float = 1.0) -> Trained:
+    return Trained(
+        params=torch.zeros(1), loss=loss, first_loss=4.0, tokens=1, bytes_up_per_worker=up, bytes_down_per_worker=down,
+        seconds=10.0, utilisation=0.5,
+    )  # fmt: skip
+
+
+def test_progress_is_against_runs_of_the_same_length_and_bytes_are_those_of_the_second_half() -> None:
+    found: Found = {
+        (reference, 8): [trained(3.0, 800.0, 80.0), trained(2.0, 800.0, 80.0)],
+        (reference, 4): [trained(3.5, 400.0, 40.0), trained(3.0, 400.0, 40.0)],
+        ("diloco", 8): [trained(3.2, 30.0, 3.0), trained(3.0, 30.0, 3.0)],
+        ("diloco", 4): [trained(3.75, 20.0, 2.0), trained(3.25, 20.0, 2.0)],
+    }
+    figures = _figures("diloco", found, 8, 1e-3)
+    assert figures["progress_of_seeds"] == [0.8, 0.5] and figures["progress"] == 0.65
+    assert figures["progress_of_half_the_steps"] == (0.5 + 0.75) / 2
+    assert (figures["fewer_bytes_up"], figures["fewer_bytes_down"]) == (40.0, 40.0)
+    own = _figures(reference, found, 8, 1e-3)
+    assert (own["progress"], own["fewer_bytes_up"]) == (1.0, 1.0)
+
+
+def test_the_machines_of_a_fleet_are_workers_with_the_steps_and_bytes_of_the_recipe() -> None:
+    found = _at_sites(methods["diloco"], "five_sites", seed=1, model_bytes=4.0 * 124_439_808)
+    assert len(found.links) == len(found.step_s) == 8 and found.balance == "time"
+    assert found.links[0].up_bytes_per_s == pytest.approx(250e6 / 8, rel=0.01)  # as large a model: the file's own rates
+    cluster, lab = found.step_s[0], found.step_s[4]
+    assert lab == pytest.approx(2 * cluster) and cluster == pytest.approx(6 * 124e6 * 32768 / 4e13, rel=0.25)
+    assert {absence.worker for absence in found.absences} == {5}  # the flaky one
+    assert all(a.at_s + a.away_s <= b.at_s for a, b in zip(found.absences, found.absences[1:], strict=False))
+    smaller = _at_sites(methods[reference], "five_sites", seed=1, model_bytes=4.0 * 1_244_398)
+    assert smaller.links[0].up_bytes_per_s == pytest.approx(found.links[0].up_bytes_per_s / 100, rel=0.01)
+    assert smaller.step_s == found.step_s and smaller.balance == "none"
+
+
+def test_every_method_can_be_made_and_what_is_none_is_named() -> None:
+    for method in methods.values():
+        method.made()
+    assert methods[alone].workers == 1
+    with pytest.raises(PotluckError, match=r"there is no method dilco; there are sync_sgd"):
+        bench_methods(only="dilco")
