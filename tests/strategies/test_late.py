@@ -189,6 +189,7 @@ def test_a_machine_that_becomes_slow_ends_early_until_it_is_asked_for_less(tmp_p
         world = world_of(problem, tmp_path)
         await world.start()
         await third_round(world)
+        await world.clock.sleep(0.5)  # in the middle of its first step
         world.slowness["w2"] = 3.0
         while not world.training_is_over:
             await world.clock.sleep(0.5)
