@@ -64,6 +64,11 @@ class AggregationConfig(BaseModel):
             case _:
                 return 3
 
+    @property
+    def refuses_fewer(self) -> bool:
+        """Whether the rule fails where fewer come than it must have."""
+        return self.rule in ("krum", "multi_krum", "trimmed_mean")
+
     def num_trimmed(self, num_updates: int) -> int:
         """`trimmed_mean`: values left out at either end."""
         return math.ceil(self.trim_fraction * num_updates - 1e-9)  # 0.1 * 30 is a little above 3

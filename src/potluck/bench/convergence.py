@@ -18,14 +18,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.nn.utils import vector_to_parameters
 
 from potluck.aggregation.config import AggregationConfig
+from potluck.bench.watched import Watched
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.codecs.bundle import Bundle
 from potluck.coordinator.deck import Deck
-from potluck.coordinator.events import Event
 from potluck.coordinator.plan import CheckpointConfig, Plan, ValidationConfig
 from potluck.data.config import DataConfig, TokenizerConfig
 from potluck.data.prepare import PreparedData, prepare_shared
@@ -33,7 +31,6 @@ from potluck.fleet.config import FleetConfig
 from potluck.models.build import build
 from potluck.models.flat import FlatModel
 from potluck.optim.inner import InnerConfig
-from potluck.protocol import pb
 from potluck.simulator.exact.world import World
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
@@ -59,6 +56,7 @@ class Setting:
     n_layer: int = 4
     n_embd: int = 96
     vocab_size: int = 1024
+    activation: str = "gelu_new"
     outer_lr: float = 0.7
     outer_momentum: float = 0.6
     warm_lr: float = 2e-3
@@ -143,6 +141,7 @@ class Lab:
         return {
             "model_type": "gpt2", "n_layer": setting.n_layer, "n_embd": setting.n_embd, "n_head": 4,
             "n_positions": setting.seq_len, "vocab_size": self.data.vocab_size, "resid_pdrop": 0.0,
+            "activation_function": setting.activation,
             "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
         }  # fmt: skip
 
@@ -205,21 +204,18 @@ class _Play:
     def __init__(self, lab: Lab, plan: Plan, folder: Path, workers: int, conditions: Conditions) -> None:
         self._conditions, self._tokens = conditions, plan.budget.tokens
         self._names = [f"w{i + 1}" for i in range(workers)]
-        self._batch_size = lab.setting.batch_size
-        self._step_tokens = lab.setting.batch_size * lab.setting.seq_len
         self._world = World(plan, lab.deck(plan), folder, clock=VirtualClock(), make_executor=InlineExecutor)
-        self._model, self._held_out = build(lab.config_json(), seed=lab.seed), lab.held_out(most_validated)
-        self._ended = 0.0  # the last commit
+        self._watched = Watched(
+            self._world, model=build(lab.config_json(), seed=lab.seed), held_out=lab.held_out(most_validated),
+            batch_size=lab.setting.batch_size, seq_len=lab.setting.seq_len, on_commit=self._committed,
+        )  # fmt: skip
         self._curve: list[Point] = []
-        self._trained: list[tuple[float, float]] = []  # when it began, and seconds
-        self._joined_bytes: dict[str, int] = {}  # that a worker had received when it began its first steps
 
     async def play(self) -> Trained:
-        world, conditions = self._world, self._conditions
+        world, watched, conditions = self._world, self._watched, self._conditions
         for i, name in enumerate(self._names):
             step_s, link = conditions.of(i)
-            world.add(name, link=link, cost_s=self._cost(name, step_s))
-        world.on_event = self._heard
+            watched.add(name, step_s=step_s, link=link)
         for absence in conditions.absences:
             name = self._names[absence.worker]
             world.later(absence.at_s, partial(world.kill_for, name, absence.away_s))
@@ -227,56 +223,36 @@ class _Play:
         state = await world.finish()
         assert world.last is not None
         losses = world.last.losses
-        began, ended = self._began, self._ended
-        busy_s = sum(max(min(took_s, ended - at), 0.0) for at, took_s in self._trained)
-        given = {row["id"]: row["tokens"] for row in world.last.contributions()}
-        of_token_s = [self._conditions.of(i)[0] / self._step_tokens for i in range(len(self._names))]
-        counted_s = sum(given.get(name, 0) * each for name, each in zip(self._names, of_token_s, strict=True))
-        whole_s = len(self._names) * (ended - began)
         return Trained(
             params=world.last.params.read(state.params),
             loss=losses[max(losses)],
             first_loss=losses[0],
             tokens=state.tokens,
-            bytes_up_per_worker=self._mean_bytes(world.object_bytes_up),
-            bytes_down_per_worker=self._mean_bytes(world.object_bytes_down) - self._mean_bytes(self._joined_bytes),
-            seconds=ended - began,
-            utilisation=busy_s / whole_s,
-            counted_utilisation=counted_s / whole_s,
+            bytes_up_per_worker=self._bytes_up,
+            bytes_down_per_worker=self._bytes_down,
+            seconds=watched.seconds,
+            utilisation=watched.utilisation,
+            counted_utilisation=watched.counted_utilisation,
             curve=tuple(self._curve),
         )
 
-    @property
-    def _began(self) -> float:
-        return min(at for at, _ in self._trained)
-
-    def _heard(self, event: Event) -> None:
+    def _committed(self) -> None:
         """A point of the curve where one is due."""
         run = self._world.run
-        if event.kind != "round" or run is None or run.state is None:
-            return
-        self._ended = self._world.clock.now()
-        num_due = self._conditions.num_points * run.state.tokens // self._tokens
-        if len(self._curve) >= num_due:
-            return
-        vector_to_parameters(run.params.read(run.state.params), self._model.parameters())
-        with torch.no_grad():
-            logits = self._model(input_ids=self._held_out[:, :-1]).logits
-        loss = cross_entropy(logits.flatten(0, 1), self._held_out[:, 1:].flatten())
-        sent = self._mean_bytes(self._world.object_bytes_up) + self._mean_bytes(self._world.object_bytes_down)
-        point = Point(self._ended - self._began, sent - self._mean_bytes(self._joined_bytes), float(loss))
-        self._curve.append(point)
+        assert run is not None and run.state is not None
+        if len(self._curve) < self._conditions.num_points * run.state.tokens // self._tokens:
+            point = Point(self._watched.seconds, self._bytes_up + self._bytes_down, self._watched.loss())
+            self._curve.append(point)
 
-    def _cost(self, name: str, step_s: float) -> Callable[[pb.Lease], float]:
-        def cost_s(lease: pb.Lease) -> float:
-            took_s = step_s * lease.num_sequences / self._batch_size
-            self._trained.append((self._world.clock.now(), took_s))
-            self._joined_bytes.setdefault(name, self._world.object_bytes_down.get(name, 0))
-            return took_s
+    @property
+    def _bytes_up(self) -> float:
+        return self._mean(self._world.object_bytes_up)
 
-        return cost_s
+    @property
+    def _bytes_down(self) -> float:
+        return self._mean(self._world.object_bytes_down) - self._mean(self._watched.joined_bytes)
 
-    def _mean_bytes(self, counts: Mapping[str, int]) -> float:
+    def _mean(self, counts: Mapping[str, int]) -> float:
         return sum(counts.get(name, 0) for name in self._names) / len(self._names)
 
 

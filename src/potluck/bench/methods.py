@@ -51,8 +51,9 @@ from potluck.types.errors import PotluckError
 from potluck.types.ids import WorkerId
 
 sizes = Setting(
-    seq_len=64, batch_size=8, num_steps=2560, num_warm_steps=1280, n_layer=2, n_embd=48, vocab_size=512, warm_lr=4e-3
-)
+    seq_len=64, batch_size=8, num_steps=2560, num_warm_steps=1280, n_layer=2, n_embd=48, vocab_size=512, warm_lr=4e-3,
+    activation="gelu_pytorch_tanh",
+)  # fmt: skip
 unequal_step_s = (4.0, 4.0, 2.0, 1.0)
 up_steps, down_steps = 16.0, 4.0
 """Inner steps that the model in fp32 takes to travel."""

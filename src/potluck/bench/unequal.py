@@ -17,19 +17,16 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
-from torch.nn.utils import vector_to_parameters
 
+from potluck.bench.watched import Watched
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.coordinator.events import Event
 from potluck.fleet.config import FleetConfig
 from potluck.optim.inner import InnerConfig
-from potluck.protocol import pb
 from potluck.simulator.exact.problem import Problem, vocab_size
 from potluck.simulator.exact.world import World
 from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig
@@ -47,13 +44,13 @@ link = Link(up_bytes_per_s=1e5, down_bytes_per_s=4e5, rtt_s=0.02)
 """On which a version and an update together take about 0.4 s."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True)
 class Curve:
-    """What a run came to. Times in seconds since its start."""
+    """What a run came to."""
 
-    losses: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])  # when, validation loss
-    trained: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])  # began, took
-    counted_s: float = 0.0
+    losses: list[tuple[float, float]]  # seconds since the first step, validation loss
+    utilisation: float
+    counted_utilisation: float
 
     @property
     def seconds(self) -> float:
@@ -62,11 +59,6 @@ class Curve:
     @property
     def loss(self) -> float:
         return self.losses[-1][1]
-
-    @property
-    def utilisation(self) -> float:
-        busy_s = sum(max(min(took_s, self.seconds - began), 0.0) for began, took_s in self.trained)
-        return busy_s / (len(step_s) * self.seconds)
 
     def time_to(self, loss: float) -> float:
         """Infinite where it never gets there."""
@@ -118,7 +110,7 @@ def _figures(curves: dict[str, Curve]) -> dict[str, float]:
             f"{name}_loss_nats": curve.loss,
             f"{name}_s": curve.seconds,
             f"{name}_utilisation": curve.utilisation,
-            f"{name}_counted_utilisation": curve.counted_s / (len(step_s) * curve.seconds),
+            f"{name}_counted_utilisation": curve.counted_utilisation,
         }
     for name in ("dynamic", "quorum"):
         for other in ("barrier", "fixed"):
@@ -141,34 +133,13 @@ async def _run(seed: int, num_steps: int, strategy: Strategy, is_balanced: bool,
     )  # fmt: skip
     plan = replace(problem.plan(strategy), budget=Budget(tokens=num_steps * batch_size * problem.seq_len))
     world = World(plan, problem.make_deck, folder, clock=VirtualClock(), make_executor=InlineExecutor)
-    curve, begun, model, held_out = Curve(), 0.0, problem.model(), problem.validation.long()
-
-    def cost(seconds: float) -> Callable[[pb.Lease], float]:
-        def cost_s(lease: pb.Lease) -> float:
-            took_s = seconds * lease.num_sequences / batch_size
-            curve.trained.append((world.clock.now() - begun, took_s))
-            return took_s
-
-        return cost_s
-
-    def heard(event: Event) -> None:
-        if event.kind == "round" and world.run is not None and world.run.state is not None:
-            vector_to_parameters(world.run.params.read(world.run.state.params), model.parameters())
-            with torch.no_grad():
-                logits = model(input_ids=held_out[:, :-1]).logits
-            loss = cross_entropy(logits.flatten(0, 1), held_out[:, 1:].flatten())
-            curve.losses.append((world.clock.now() - begun, float(loss)))
-
-    world.on_event = heard
+    losses: list[tuple[float, float]] = []
+    watched = Watched(
+        world, model=problem.model(), held_out=problem.validation, batch_size=batch_size, seq_len=problem.seq_len,
+        on_commit=lambda: losses.append((watched.seconds, watched.loss())),
+    )  # fmt: skip
     for i, seconds in enumerate(step_s):
-        world.add(f"w{i + 1}", link=link, cost_s=cost(seconds))
-    await world.clock.sleep(1.0)
+        watched.add(f"w{i + 1}", step_s=seconds, link=link)
     await world.start()
-    begun = world.clock.now()
     await world.finish()
-    assert world.last is not None
-    given = {row["id"]: row["tokens"] for row in world.last.contributions()}
-    curve.counted_s = sum(
-        seconds * given[f"w{i + 1}"] / (batch_size * problem.seq_len) for i, seconds in enumerate(step_s)
-    )
-    return curve
+    return Curve(losses, watched.utilisation, watched.counted_utilisation)

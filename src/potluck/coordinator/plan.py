@@ -88,4 +88,5 @@ class Plan:
             compression=self.compression,
             aggregation=self.aggregation,
             min_workers=self.fleet.min_workers,
+            balances=self.fleet.balance != "none",
         )

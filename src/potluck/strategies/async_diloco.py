@@ -30,9 +30,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from potluck.optim.outer import delayed_nesterov
 from potluck.strategies.diloco import inner
@@ -41,7 +41,6 @@ from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import BoundTask
-from potluck.types.errors import RecipeError
 from potluck.types.params import Params
 
 usual_staleness = 8
@@ -82,6 +81,12 @@ class AsyncDiLoCoConfig(BaseModel):
         default=0.25, ge=0, le=10, description="how much longer than a usual update those beyond the quorum may take"
     )
 
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        if self.quorum and self.updates_per_commit > 1:
+            raise ValueError("with a `quorum` a commit takes whatever came by then; remove `updates_per_commit`")
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncDiLoCoState(State):
@@ -99,13 +104,8 @@ class AsyncDiLoCo:
         self.config = config
 
     def init(self, run: RunFacts) -> AsyncDiLoCoState:
-        num_updates = self._num_updates(run.min_workers)
-        if num_updates < (num_needed := run.aggregation.num_needed(num_updates)):
-            settings = "fleet.min_workers and strategy.quorum" if self.config.quorum else "strategy.updates_per_commit"
-            raise RecipeError(
-                f"a commit of async_diloco may be of {num_updates} updates and aggregation.rule = "
-                f"{run.aggregation.rule!r} needs {num_needed}: raise {settings}, or choose another rule"
-            )
+        settings = "fleet.min_workers and strategy.quorum" if self.config.quorum else "strategy.updates_per_commit"
+        run.check_rule(self._num_updates(run.min_workers), settings=settings)
         return AsyncDiLoCoState(params=run.initial, momentum=run.zeros, gathered=run.zeros)
 
     async def run_round(self, state: AsyncDiLoCoState, fleet: Fleet) -> AsyncDiLoCoState:

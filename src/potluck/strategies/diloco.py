@@ -71,6 +71,7 @@ class DiLoCo:
         self.config = config
 
     def init(self, run: RunFacts) -> DiLoCoState:
+        run.check_rule()
         return DiLoCoState(params=run.initial, momentum=run.zeros)
 
     async def run_round(self, state: DiLoCoState, fleet: Fleet) -> DiLoCoState:

@@ -168,6 +168,9 @@ class FedAvg:
                 f"strategy.control_variates needs workers that take plain steps and strategy.inner.optimizer is "
                 f'{run.inner.optimizer}; set it to "sgd"'
             )
+        run.check_rule()
+        if config.control_variates:
+            run.refuse_balance("strategy.control_variates")
         is_adaptive = config.outer != "sgd"
         return FedAvgState(
             params=run.initial,

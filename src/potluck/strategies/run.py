@@ -17,6 +17,7 @@ from potluck.codecs.spec import CodecSpec, parse_spec
 from potluck.optim.inner import InnerConfig
 from potluck.planner.compression import CompressionConfig
 from potluck.strategies.state import State
+from potluck.types.errors import RecipeError
 from potluck.types.params import Layout, Params
 
 first_round_s = 60.0
@@ -83,8 +84,27 @@ class RunFacts:
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     min_workers: int = 1  # that the recipe has a round wait for
+    balances: bool = False  # whether slower workers may be given less to do
     model_config: Mapping[str, Any] = field(default_factory=dict[str, Any])  # a transformers configuration
     precision: str = "fp32"
+
+    def refuse_balance(self, what: str) -> None:
+        """RecipeError where the recipe asks for work by speed and `what`, a setting, gives every worker as much."""
+        if self.balances:
+            raise RecipeError(f'{what} gives every worker as many steps: set fleet.balance to "none"')
+
+    def check_rule(self, num_updates: int | None = None, *, settings: str = "fleet.min_workers") -> None:
+        """RecipeError where the rule of aggregation takes more updates than may come, as `settings` have it.
+
+        With `num_updates`, which is all that ever come together, also where it would never do anything.
+        """
+        num_coming = self.min_workers if num_updates is None else num_updates
+        num_needed = self.aggregation.num_needed(num_coming)
+        if num_coming < num_needed and (self.aggregation.refuses_fewer or num_updates is not None):
+            raise RecipeError(
+                f"aggregation.rule = {self.aggregation.rule!r} needs {num_needed} updates and may be given "
+                f"{num_coming}: raise {settings}, or choose another rule"
+            )
 
     @property
     def down(self) -> CodecSpec:

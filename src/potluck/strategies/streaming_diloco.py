@@ -178,6 +178,8 @@ class StreamingDiLoCo:
 
     def init(self, run: RunFacts) -> StreamingDiLoCoState:
         fragments(run.layout, self.config.num_fragments)
+        run.check_rule()
+        run.refuse_balance("strategy streaming_diloco")
         return StreamingDiLoCoState(params=run.initial, momentum=run.zeros)
 
     async def run_round(self, state: StreamingDiLoCoState, fleet: Fleet) -> StreamingDiLoCoState:

@@ -61,6 +61,7 @@ class SyncSGD:
 
     def init(self, run: RunFacts) -> SyncSGDState:
         check_optimizer(run.inner, "sync_sgd")
+        run.check_rule()
         return SyncSGDState(params=run.initial, first_moment=run.zeros, second_moment=run.zeros)
 
     async def run_round(self, state: SyncSGDState, fleet: Fleet) -> SyncSGDState:
