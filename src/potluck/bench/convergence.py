@@ -8,6 +8,7 @@ arithmetic takes real time. The corpus is the Python standard library, documents
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -179,7 +180,10 @@ class Lab:
         )  # fmt: skip
         self._num_runs += 1
         folder = self.folder / f"run-{self._num_runs}"
-        return run_virtual(_Play(self, plan, folder, workers, conditions).play())
+        try:
+            return run_virtual(_Play(self, plan, folder, workers, conditions).play())
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def held_out(self, most: int) -> Tensor:
         """Sequences that nobody trains on, at most so many. [sequences, seq_len + 1]"""
