@@ -1,9 +1,10 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from potluck.cli.benches import parse_options
+from potluck.cli import benches
+from potluck.cli.benches import parse_options, run_bench
 from potluck.types.errors import PotluckError
 
 whole = "a whole number of 1 or more"
@@ -54,3 +55,19 @@ def test_mistakes_name_the_option_and_the_remedy(arguments: tuple[str, ...], sen
     with pytest.raises(PotluckError) as raised:
         parse(*arguments)
     assert str(raised.value) == sentence
+
+
+def test_a_long_bench_says_how_it_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bench_long(*, steps: int = 2, told: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+        for step in range(steps):
+            told(f"step {step}")
+        return {"steps": steps}
+
+    def bench_short() -> dict[str, Any]:
+        return {}
+
+    heard: list[str] = []
+    monkeypatch.setattr(benches, "bench_function", {"long": bench_long, "short": bench_short}.__getitem__)
+    assert run_bench("long", ["--steps", "3"], told=heard.append)["figures"] == {"steps": 3}
+    assert heard == ["step 0", "step 1", "step 2"]
+    assert run_bench("short", told=heard.append)["figures"] == {} and len(heard) == 3

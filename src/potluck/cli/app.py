@@ -440,7 +440,7 @@ def bench(
         width = max(map(len, known))
         print("\n".join(f"{bench:{width}}  {about}" for bench, about in known.items()))
         return
-    report = run_bench(name, context.args)
+    report = run_bench(name, context.args, told=say)
     if as_json:
         put_json(report)
     else:

@@ -41,10 +41,16 @@ def bench_function(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"potluck.bench.{name}"), f"bench_{name}")
 
 
-def run_bench(name: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
-    """What `bench NAME --json` prints. `arguments` are options of that bench, as `--key value`."""
+def run_bench(
+    name: str, arguments: Sequence[str] = (), *, told: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """What `bench NAME --json` prints. `arguments` are options of that bench, as `--key value`. `told` hears how a long
+    one gets on."""
     function = bench_function(name)
-    figures = function(**parse_options(name, function, arguments))
+    options = parse_options(name, function, arguments)
+    if "told" in inspect.signature(function).parameters:
+        options["told"] = told
+    figures = function(**options)
     if inspect.isawaitable(figures):
         figures = asyncio.run(_await(figures))
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
