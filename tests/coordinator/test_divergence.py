@@ -88,6 +88,18 @@ def test_a_slow_rise_is_noticed_although_the_median_rises_with_it() -> None:
         fed(*usual, *usual, *(3.0 + 0.05 * i for i in range(80)))
 
 
+def test_text_of_another_kind_after_a_window_of_one_kind_is_no_divergence() -> None:
+    """Losses of one worker's batches on a corpus whose documents come one after another, measured: code at 3.1 nats,
+    48 rounds of tables at 2.0, then prose at 4.3 that nothing was like before."""
+    noise = random.Random(1)
+    code = [3.1 + noise.uniform(-0.4, 0.4) for _ in range(300)]
+    tables = [2.0 + noise.uniform(-0.15, 0.15) for _ in range(48)]
+    prose = [4.29, 4.60, 4.06, 4.27, 4.23, 3.56, 3.96, 3.83]
+    assert not fed(*code, *tables, *prose).suspects
+    with pytest.raises(Diverged, match=r"far above the usual 1\.999 for 3 rounds"):
+        fed(*code, *tables, 5.4, 5.5, 5.9)
+
+
 def test_what_was_committed_before_a_restart_counts_the_same() -> None:
     rounds = [figures(i + 1, loss) for i, loss in enumerate([*usual, 9.0, 9.0])]
     with pytest.raises(Diverged):

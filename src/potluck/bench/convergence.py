@@ -25,6 +25,7 @@ from potluck.bench.watched import Watched
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.codecs.bundle import Bundle
 from potluck.coordinator.deck import Deck
+from potluck.coordinator.divergence import DivergenceConfig
 from potluck.coordinator.plan import CheckpointConfig, Plan, ValidationConfig
 from potluck.data.config import DataConfig, TokenizerConfig
 from potluck.data.prepare import PreparedData, prepare_shared
@@ -176,7 +177,7 @@ class Lab:
             spec=spec, strategy=strategy, layout=flat.layout, initial=lambda: initial, budget=Budget(tokens=tokens),
             fleet=fleet, checkpoint=CheckpointConfig(every_rounds=1 << 20),
             validation=ValidationConfig(every_rounds=0), aggregation=conditions.aggregation, up_codec=up,
-            down_codec=down,
+            down_codec=down, divergence=DivergenceConfig(watch=False),  # a rate that is too high is an answer
         )  # fmt: skip
         self._num_runs += 1
         folder = self.folder / f"run-{self._num_runs}"

@@ -4,10 +4,11 @@
 
 of the training loss (floor: a twentieth of the median, and 0.05), and of log |theta' - theta| (floor: 0.35, so that a
 step of 66 times the usual norm is the least that is too large). A loss above its limit, or above the lowest limit that
-a whole window had, makes its round suspected; so many suspected rounds in a row, and the run has diverged. A step above
-its limit is not taken at all, nor is one that is not finite, and a run does not go on when the workers find their
-losses not finite. MAD is the median absolute deviation; 1.4826 MAD estimates a standard deviation (Rousseeuw and Croux
-1993).
+a whole window had, makes its round suspected, unless it is no more than `deviations` floors above the median of ten
+windows: text that is all of one kind for a whole window is followed by text that only looks like a jump. So many
+suspected rounds in a row, and the run has diverged. A step above its limit is not taken at all, nor is one that is not
+finite, and a run does not go on when the workers find their losses not finite. MAD is the median absolute deviation;
+1.4826 MAD estimates a standard deviation (Rousseeuw and Croux 1993).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _normal = 1.4826
 _loss_floor = 0.05
 _step_floor = 0.35
 _num_windows = 10
-"""In which the lowest limit of the loss is looked for: a slow rise would take the median with it."""
+"""In which the lowest limit of the loss is looked for, and the usual: a slow rise would take one median with it."""
 min_rounds = 8
 """With fewer to compare with, only what is not finite is noticed."""
 
@@ -72,6 +73,7 @@ class DivergenceWatch:
         self.config = config
         self._trusted: list[RoundFigures] = []
         self._suspected: list[int] = []
+        self._losses: list[float] = []  # of trusted rounds, of as many windows
         self._limits: list[float] = []  # of the loss, of whole windows
         for figures in committed:
             self.commit(figures)
@@ -116,6 +118,8 @@ class DivergenceWatch:
         self._suspected.clear()
         self._trusted.append(figures)
         del self._trusted[: -self.config.window_rounds]
+        self._losses.append(figures.loss)
+        del self._losses[: -_num_windows * self.config.window_rounds]
         if len(self._trusted) == self.config.window_rounds:
             self._limits.append(self._loss_limit())
             del self._limits[: -_num_windows * self.config.window_rounds]
@@ -126,11 +130,14 @@ class DivergenceWatch:
         return (_num_windows + 2) * config.window_rounds
 
     def _is_high(self, loss: float) -> bool:
-        return loss > min([*self._limits, self._loss_limit()])
+        if len(self._losses) < min_rounds or loss <= min([*self._limits, self._loss_limit()]):
+            return False
+        usual = statistics.median(self._losses)
+        return loss > usual + self.config.deviations * _floor(usual)
 
     def _loss_limit(self) -> float:
         losses = [f.loss for f in self._trusted]
-        return self._limit(losses, max(_loss_floor * abs(statistics.median(losses or [0.0])), _loss_floor))
+        return self._limit(losses, _floor(statistics.median(losses or [0.0])))
 
     def _is_far(self, norm: float) -> bool:
         logs = [math.log(f.step_norm) for f in self._trusted if f.step_norm > 0]
@@ -142,3 +149,8 @@ class DivergenceWatch:
         centre = statistics.median(past)
         spread = _normal * statistics.median(abs(x - centre) for x in past)
         return centre + self.config.deviations * max(spread, floor)
+
+
+def _floor(usual: float) -> float:
+    """The least spread of a loss that is assumed."""
+    return max(_loss_floor * abs(usual), _loss_floor)
