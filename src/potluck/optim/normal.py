@@ -1,7 +1,7 @@
 """Standard normal numbers that are a function of seed and position, the same bits on every device.
 
     w0 w1 w2 w3 = Philox4x32-10(counter = j // 4, key = seed)                      exact in integers
-    x = fp32(w0) + 1/2         u = x / 2^32, in (0, 1]
+    x = fp32(w0) + 1/2         u = x / 2^32, in (0, 1] with the steps of fp32
     r = sqrt(-2 ln u)          v = fp32(w1 mod 2^29) / 2^29, an angle of pi/4 v, in the octant that w1's top bits say
     z_4i = r cos, z_4i+1 = r sin of (w0, w1); z_4i+2, z_4i+3 likewise of (w2, w3)
 
@@ -12,7 +12,7 @@ Libraries differ in the last bits of log, sin and cos. Here these are polynomial
 but conversions, additions, multiplications and square roots in fp32, each rounded to the nearest as IEEE 754 says, in
 the order that is written, with no fused multiply-add; no value on the way is subnormal. So the bits do not depend on
 the device, the library or the slice. The polynomials are near minimax over their ranges, fitted for this file; z is
-within 2e-7 radii of the Box-Muller value of its words in exact arithmetic.
+within 2e-7 radii of exact arithmetic on the same x and v.
 
 On the CPU the loops of normal_kernels.py fill a slice; on other devices the same operations run one by one, as PyTorch
 does them outside of `torch.compile`, which would fuse them.

@@ -42,9 +42,10 @@ most_seeds = 1 << 16
 """In a step or a pool: more than any method asks for, few enough to be held by everyone."""
 
 _largest = float(np.finfo(np.float32).max)
-_slice_numel = {"cpu": 1 << 16}
+_slice_numel = 1 << 16
+"""A slice and its z stay in a core's cache."""
 _slice_numel_elsewhere = 1 << 22
-"""A slice stays in a core's cache; other devices need more work for each operation, and 64 MiB for it."""
+"""Other devices need more work for each operation; it takes them some 100 MiB."""
 
 
 # What travels
@@ -141,6 +142,7 @@ def perturb(weights: Tensor, theta: Tensor, *, seed: int, scale: float) -> None:
 
     theta: fp32 [numel], left as it is. weights: [numel], of any floating type, on the same device.
     """
+    assert theta.dtype == torch.float32 and theta.dim() == 1 and weights.shape == theta.shape
     scale = _rounded(scale)
     for low, high in _slices(theta):
         moved = normal(seed, low, high, device=theta.device).mul_(scale).add_(theta[low:high])
@@ -162,6 +164,8 @@ def projected_gradients(
     loss: of the model whose trainable parameters are `weights`, on the same examples each time. weights holds theta
     in the end, also when the loss raises. Takes 2 P losses, forward P + 1.
     """
+
+    assert weights.data_ptr() != theta.data_ptr(), "theta could not be restored"
 
     def loss_at(seed: int, scale: float) -> float:
         perturb(weights, theta, seed=seed, scale=scale)
@@ -187,9 +191,7 @@ def projected_gradients(
 # Updates
 
 
-def replay(
-    theta: Tensor, *, steps: Sequence[Step], layout: Layout | None = None, offset: int = 0
-) -> tuple[Tensor]:
+def replay(theta: Tensor, *, steps: Sequence[Step], layout: Layout | None = None, offset: int = 0) -> tuple[Tensor]:
     """Take steps, one or all that were missed, in one pass over theta, in place. For `Fleet.apply` too.
 
     theta: fp32 [n], the elements of the flat vector from `offset` on.
@@ -216,5 +218,5 @@ def _move(theta: Tensor, moves: Sequence[Terms], offset: int) -> Tensor:
 
 
 def _slices(theta: Tensor) -> list[tuple[int, int]]:
-    size = _slice_numel.get(theta.device.type, _slice_numel_elsewhere)
+    size = _slice_numel if theta.device.type == "cpu" else _slice_numel_elsewhere
     return [(low, min(low + size, theta.numel())) for low in range(0, theta.numel(), size)]
