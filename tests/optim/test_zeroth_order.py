@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ from potluck.optim.zeroth_order import (
     rebuild,
     replay,
 )
+from potluck.storage.params import ParamStore
 from potluck.types.errors import InvalidUpdate, NotFinite
+from potluck.types.params import Layout
 
 differences: list[Difference] = ["central", "forward"]
 
@@ -219,6 +222,17 @@ def test_any_slices_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, size: in
         replay(vector(0, 2503)[low : low + 777].clone(), steps=steps, offset=low)[0] for low in range(0, 2503, 777)
     ]
     assert same_bits(torch.cat(parts), expected)
+
+
+def test_the_coordinator_moves_its_files_to_the_same_bits(tmp_path: Path) -> None:
+    store, steps = ParamStore(tmp_path, fragment_numel=300, slice_numel=128), history(4, 3)
+    pool = SeedPool.of(steps[0].seeds).after(steps[0])
+    theta = store.create("theta", vector(0, 1007))
+    layout = Layout.of([("a", (1007,))])
+    (moved,) = store.apply(replay, theta, name="moved", layout=layout, steps=steps)
+    (rebuilt,) = store.apply(rebuild, theta, name="rebuilt", layout=layout, pool=pool)
+    assert same_bits(store.read(moved), replay(vector(0, 1007), steps=steps)[0])
+    assert same_bits(store.read(rebuilt), rebuild(vector(0, 1007), pool=pool)[0])
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 20])

@@ -56,7 +56,7 @@ _octant_bits = 29
 def normal(seed: int, start: int, stop: int, *, device: torch.device | str = "cpu") -> Tensor:
     """Elements `start` to `stop` of z(seed), fp32 [stop - start], without what comes before.
 
-    seed: 64 bits. Takes about four times the memory of the result while it runs on another device than the CPU.
+    seed: 64 bits. Devices other than the CPU need ten times the memory of the result while it is made, and fp64.
     """
     assert 0 <= seed < 1 << 64 and 0 <= start <= stop
     first, last = start // 4, -(-stop // 4)

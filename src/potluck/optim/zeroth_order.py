@@ -44,8 +44,8 @@ most_seeds = 1 << 16
 _largest = float(np.finfo(np.float32).max)
 _slice_numel = 1 << 16
 """A slice and its z stay in a core's cache."""
-_slice_numel_elsewhere = 1 << 22
-"""Other devices need more work for each operation; it takes them some 100 MiB."""
+_slice_numel_elsewhere = 1 << 20
+"""Other devices need more work for each operation; making a z takes them some 45 MiB."""
 
 
 # What travels
