@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -210,6 +211,15 @@ def test_a_step_is_the_mean_of_its_terms() -> None:
     (moved,) = replay(theta, steps=[step])
     assert moved is theta
     torch.testing.assert_close(moved.double(), expected, rtol=3e-7, atol=1e-8)
+
+
+def test_a_step_rounds_each_product_and_sum_in_the_order_of_its_terms() -> None:
+    """Other versions of Potluck must do the same."""
+    theta, total = vector(0, 5000).numpy(), np.zeros(5000, np.float32)
+    step = Step((1, 2, 3), (0.5, -2.0, 3.25), lr=0.01)
+    for seed, scalar in zip(step.seeds, step.scalars, strict=True):
+        total = total + np.float32(-0.01 * scalar / 3) * normal(seed, 0, 5000).numpy()
+    assert same_bits(replay(vector(0, 5000), steps=[step])[0], torch.from_numpy(theta + total))
 
 
 @pytest.mark.parametrize("size", [3, 64, 1001])
