@@ -1,9 +1,9 @@
 """Standard normal numbers that are a function of seed and position, the same bits on every device.
 
-    w0 w1 w2 w3 = Philox4x32-10(counter = j // 4, key = seed)                      exact in integers
+    w0 w1 w2 w3 = Philox4x32-10(counter = i, key = seed)       four words of 32 bits, exact in integers
     x = fp32(w0) + 1/2         u = x / 2^32, in (0, 1] with the steps of fp32
     r = sqrt(-2 ln u)          v = fp32(w1 mod 2^29) / 2^29, an angle of pi/4 v, in the octant that w1's top bits say
-    z_4i = r cos, z_4i+1 = r sin of (w0, w1); z_4i+2, z_4i+3 likewise of (w2, w3)
+    z[4i] = r cos, z[4i + 1] = r sin; z[4i + 2] and z[4i + 3] likewise of w2 and w3
 
 Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; Box and Muller 1958. All 32 bits of a radius count,
 so |z| reaches sqrt(66 ln 2) = 6.76. The generators of PyTorch give one seed other numbers on the CPU than on CUDA.

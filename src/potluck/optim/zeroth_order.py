@@ -36,7 +36,7 @@ from potluck.types.params import Layout
 
 Difference = Literal["central", "forward"]
 Terms = tuple[tuple[int, float], ...]
-"""(seed, coefficient) of c z(seed), to be added up in this order. Coefficients are fp32 values."""
+"""(seed, c) of c z(seed), to be added up in this order with c rounded to fp32."""
 
 most_seeds = 1 << 16
 """In a step or a pool: more than any method asks for, few enough to be held by everyone."""
