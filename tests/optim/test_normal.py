@@ -118,7 +118,7 @@ def test_the_bits_stay_those_of_earlier_versions() -> None:
 
 
 def test_values_are_those_of_box_muller() -> None:
-    """Within 2e-7 radii of exact arithmetic from x on, which is u in fp32."""
+    """Within 3e-7 radii of exact arithmetic from x on, which is u in fp32."""
     z = normal(3, 0, 40_000).double()
     words = torch.tensor([block_words(3, block) for block in range(10_000)], dtype=torch.float64)
     x = (words[:, 0::2].float() + 0.5).double()
@@ -126,8 +126,8 @@ def test_values_are_those_of_box_muller() -> None:
     pairs = z.view(-1, 2)
     folded = words[:, 1::2].flatten() % 2**29 * (math.pi / 4 / 2**29)
     low, high = pairs.abs().min(dim=1).values, pairs.abs().max(dim=1).values
-    assert float(((low - radius * folded.sin()).abs() / radius).max()) < 2e-7
-    assert float(((high - radius * folded.cos()).abs() / radius).max()) < 2e-7
+    assert float(((low - radius * folded.sin()).abs() / radius).max()) < 3e-7
+    assert float(((high - radius * folded.cos()).abs() / radius).max()) < 3e-7
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 2047, 4 * (1 << 33) - 5])
