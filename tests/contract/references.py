@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from potluck.optim.inner import learning_rate
+from potluck.optim.normal import normal
 from potluck.simulator.exact.problem import Problem
 
 
@@ -115,6 +117,33 @@ def streaming_diloco(
     for c, piece in zip(common, pieces[0], strict=True):
         vector_to_parameters(c.detach(), piece)
     return flat(models[0])
+
+
+def zeroth_order(
+    problem: Problem, *, num_perturbations: int, num_local_steps: int, epsilon: float
+) -> Tensor:  # fmt: skip
+    """One worker whose local steps the coordinator repeats. Seeds as the method derives them from the run's."""
+    model = problem.model()
+    theta = flat(model).clone()
+    batches = problem.batches(problem.num_rounds * num_local_steps * problem.inner.batch_size)
+
+    def loss_at(point: Tensor, batch: Tensor) -> float:
+        vector_to_parameters(point.clone(), model.parameters())
+        with torch.no_grad():
+            logits = model(input_ids=batch[:, :-1]).logits
+        return float(cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1)))
+
+    for round in range(problem.num_rounds):
+        lr = learning_rate(problem.inner, round / problem.num_rounds)
+        for step in range(num_local_steps):
+            batch, moved = next(batches), torch.zeros_like(theta)
+            for p in range(num_perturbations):
+                digest = blake2b(f"{problem.seed}/{round}/{step}/{p}".encode(), digest_size=8).digest()
+                z = normal(int.from_bytes(digest, "little"), 0, len(theta))
+                slope = (loss_at(theta + epsilon * z, batch) - loss_at(theta - epsilon * z, batch)) / (2 * epsilon)
+                moved += slope / num_perturbations * z
+            theta = theta - lr * moved
+    return theta
 
 
 def sync_sgd(problem: Problem, num_workers: int = 1) -> tuple[Tensor, list[float]]:

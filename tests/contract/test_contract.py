@@ -20,6 +20,7 @@ from potluck.strategies.strategy import Strategy
 from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig
 from potluck.strategies.sub_gemm.strategy import SubGEMM, SubGEMMConfig
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
+from potluck.strategies.zeroth_order import ZerothOrder, ZerothOrderConfig
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,11 @@ class Case:
     num_rounds: int
     tolerance: float = 0.0  # of parameters after a restart: tiles are cut anew, and sums of other tiles round otherwise
 
+    inner: InnerConfig | None = None
+
     def problem(self, **changes: object) -> Problem:
+        if self.inner is not None:
+            changes = {"inner": self.inner, **changes}
         return Problem(num_rounds=self.num_rounds, **changes)  # pyright: ignore[reportArgumentType]
 
 
@@ -40,6 +45,7 @@ pytestmark = pytest.mark.timeout(180)  # over gRPC whole runs take real time, mo
 diloco_settings = {"num_inner_steps": 5, "outer_lr": 0.7, "outer_momentum": 0.6}
 async_settings = {"num_inner_steps": 5, "outer_lr": 0.7, "outer_momentum": 0.6}
 streaming_settings = {"num_inner_steps": 6, "overlap_steps": 4, "mixing": 0.5, "outer_lr": 0.7, "outer_momentum": 0.6}
+zeroth_order_settings = {"num_perturbations": 4, "num_local_steps": 2, "epsilon": 1e-2}
 senders = ["async_diloco", "diloco", "streaming_diloco", "sync_sgd"]  # whose workers send updates
 cases = {
     "async_diloco": Case(
@@ -69,6 +75,12 @@ cases = {
         reference=lambda problem: references.sync_sgd(problem)[0],
         num_rounds=12,
         tolerance=1e-5,
+    ),
+    "zeroth_order": Case(
+        make=lambda: ZerothOrder(ZerothOrderConfig(**zeroth_order_settings)),  # pyright: ignore[reportArgumentType]
+        reference=lambda problem: references.zeroth_order(problem, **zeroth_order_settings),  # pyright: ignore[reportArgumentType]
+        num_rounds=6,
+        inner=InnerConfig(optimizer="sgd", weight_decay=0.0, lr=1e-2, batch_size=4, warmup=0.1),
     ),
     "sync_sgd": Case(
         make=lambda: SyncSGD(SyncSGDConfig()),

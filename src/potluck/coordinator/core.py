@@ -35,7 +35,7 @@ from potluck.storage.params import ParamStore
 from potluck.strategies import evaluation
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
-from potluck.strategies.strategy import HeadStrategy
+from potluck.strategies.strategy import HeadStrategy, OwnValidation
 from potluck.transport.connection import Traffic
 from potluck.transport.pace import Pacer
 from potluck.types.errors import CorruptError, RoundFailed, RunStopped, UnusableUpdates
@@ -344,6 +344,9 @@ class Coordinator:
         try:
             if isinstance(self.strategy, HeadStrategy):
                 loss = await self.strategy.evaluate(state, self.fleet, self.deck.num_held_out)
+            elif isinstance(self.strategy, OwnValidation):
+                num_parts = 0 if self.plan.spec.data_access == "private" else self.deck.num_held_out
+                loss = await self.strategy.validate(state, self.fleet, num_parts=num_parts)
             elif self.plan.spec.data_access == "private":
                 loss = await evaluation.on_private_data(self.fleet, state.params)
             else:

@@ -21,17 +21,18 @@ async def on_shared_data(fleet: Fleet, params: Params, num_parts: int) -> Loss:
     """Every part of the validation set once, each by whoever is free."""
     work = loss.bind(theta=params)
     replies = await fleet.map([work.held_out(part) for part in range(num_parts)], key="validation")
-    return _total(Replies(replies=replies))
+    return total(Replies(replies=replies))
 
 
 async def on_private_data(fleet: Fleet, params: Params) -> Loss:
     """Every worker on what it holds out itself: only sums leave it."""
     work = loss.bind(theta=params).held_out(0)
     got = await fleet.call({w.id: work for w in fleet.workers()}, key="validation", min_replies=1)
-    return _total(got)
+    return total(got)
 
 
-def _total(got: Replies) -> Loss:
+def total(got: Replies) -> Loss:
+    """RoundFailed where nobody holds out any text."""
     num_tokens = int(got.sum("num_tokens"))
     if num_tokens <= 0:
         raise RoundFailed("no worker holds out any text for validation; raise `data.validation`")

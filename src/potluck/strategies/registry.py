@@ -25,6 +25,7 @@ shipped = {
     "sparse_diloco": "potluck.strategies.sparse_diloco:SparseDiLoCo",
     "sub_gemm": "potluck.strategies.sub_gemm.strategy:SubGEMM",
     "sync_sgd": "potluck.strategies.sync_sgd:SyncSGD",
+    "zeroth_order": "potluck.strategies.zeroth_order:ZerothOrder",
 }
 
 

@@ -89,6 +89,11 @@ class Replica(Protocol):
     def layout(self) -> Layout: ...
 
     @property
+    def weights(self) -> Tensor:
+        """The parameters themselves, flat, as the model has them: [layout.numel], to be written in place."""
+        ...
+
+    @property
     def mailbox(self) -> Mailbox:
         """Only in sessions."""
         ...

@@ -51,6 +51,15 @@ def kept_vectors(strategy: Strategy) -> float:
 
 
 @runtime_checkable
+class OwnValidation(Protocol):
+    """A method that validates its model itself, since its workers have the parameters without being sent them."""
+
+    async def validate(self, state: Any, fleet: Fleet, *, num_parts: int) -> Loss:
+        """The loss over all held-out data: so many parts of shared data, or with 0 each worker's own."""
+        ...
+
+
+@runtime_checkable
 class HeadStrategy(Protocol):
     """A method whose devices hold no model: it is on the head alone, which validates it too. Shared data only."""
 

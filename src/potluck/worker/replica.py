@@ -92,6 +92,10 @@ class TorchReplica:
         return self._flat.layout
 
     @property
+    def weights(self) -> Tensor:
+        return self._flat.vector
+
+    @property
     def module(self) -> nn.Module:
         """The transformers model; its parameters are the replica's."""
         return self._flat.module

@@ -74,6 +74,10 @@ class ResumableReplica:
         return self._replica.layout
 
     @property
+    def weights(self) -> Tensor:
+        return self._otherwise().weights
+
+    @property
     def mailbox(self) -> Mailbox:
         return self._otherwise().mailbox
 
