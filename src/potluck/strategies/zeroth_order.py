@@ -77,12 +77,12 @@ class ZerothOrderConfig(BaseModel):
 class ZerothOrderState(State):
     initial: Params
     held: Mapping[str, int]  # by worker, the round that its kept parameters begin
-    history: tuple[Mapping[str, Any], ...] = ()  # of the last rounds, as `_Round.to_json`
+    history: tuple[Mapping[str, Any], ...] = ()  # of the last rounds, as `Round.to_json`
     sums: str = ""  # of the pool, fp64
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Round:
+class Round:
     """What a committed round did: K steps."""
 
     number: int
@@ -90,11 +90,11 @@ class _Round:
     slopes: tuple[float, ...]  # K P
 
     def to_json(self) -> dict[str, Any]:
-        return {"round": self.number, "lr": self.lr, "slopes": _packed(self.slopes)}
+        return {"round": self.number, "lr": self.lr, "slopes": packed(self.slopes)}
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> _Round:
-        return _Round(number=int(value["round"]), lr=float(value["lr"]), slopes=_unpacked(value["slopes"]))
+    def from_json(value: Mapping[str, Any]) -> Round:
+        return Round(number=int(value["round"]), lr=float(value["lr"]), slopes=unpacked(value["slopes"]))
 
     def steps(self, seeds: Sequence[Sequence[int]]) -> list[Step]:
         """`seeds`: P of each local step."""
@@ -104,12 +104,12 @@ class _Round:
         ]  # fmt: skip
 
 
-def _packed(values: Sequence[float], dtype: str = "<f4") -> str:
+def packed(values: Sequence[float], dtype: str = "<f4") -> str:
     return base64.b64encode(np.array(values, dtype).tobytes()).decode()
 
 
-def _unpacked(text: object, dtype: str = "<f4") -> tuple[float, ...]:
-    """InvalidUpdate if it is not what `_packed` gives."""
+def unpacked(text: object, dtype: str = "<f4") -> tuple[float, ...]:
+    """InvalidUpdate if it is not what `packed` gives."""
     try:
         return tuple(np.frombuffer(base64.b64decode(str(text), validate=True), dtype).tolist())
     except (ValueError, binascii.Error) as error:
@@ -141,7 +141,7 @@ def inner(
         num_tokens += losses[0].num_tokens
         if number + 1 < len(seeds):
             take(local, steps=[Step(tuple(own), found, lr)])
-    return Result({"num_tokens": num_tokens, "loss_sum": loss_sum, "slopes": _packed(slopes)})
+    return Result({"num_tokens": num_tokens, "loss_sum": loss_sum, "slopes": packed(slopes)})
 
 
 @task("zeroth_order.loss", kind="pinned", numbers=("num_tokens", "loss_sum"))
@@ -162,8 +162,8 @@ def _caught_up(replica: Replica, *, theta: Vector | None, sums: Sequence[Any] | 
         for low, part in theta.slices():
             kept[low : low + len(part)] = part
     if sums is not None:
-        rebuild(kept, pool=SeedPool(tuple(sums[0]), _unpacked(sums[1])))
-    take(kept, steps=[Step(tuple(seeds), _unpacked(slopes), lr) for seeds, slopes, lr in missed])
+        rebuild(kept, pool=SeedPool(tuple(sums[0]), unpacked(sums[1])))
+    take(kept, steps=[Step(tuple(seeds), unpacked(slopes), lr) for seeds, slopes, lr in missed])
     return kept
 
 
@@ -207,14 +207,14 @@ class ZerothOrder:
             raise RecipeError(
                 f"strategy.pool_size is {config.pool_size} and a step takes {config.num_perturbations} seeds: raise it"
             )
-        sums = _packed([0.0] * config.pool_size, "<f8") if config.pool_size else ""
+        sums = packed([0.0] * config.pool_size, "<f8") if config.pool_size else ""
         return ZerothOrderState(params=run.initial, initial=run.initial, held={}, sums=sums)
 
     async def run_round(self, state: ZerothOrderState, fleet: Fleet) -> ZerothOrderState:
         config, run, now = self.config, fleet.run, state.round
         workers = fleet.workers()
         num_steps = min(config.num_local_steps, run.steps_left(state, len(workers)))
-        seeds = self._seeds(run, now)[:num_steps]
+        seeds = self.seeds(run, now)[:num_steps]
         lr = learning_rate(run.inner, run.progress(state))
         per_step = run.inner.sequences_per_step
         got = await fleet.call(
@@ -228,8 +228,8 @@ class ZerothOrder:
             key="inner",
             min_replies=math.ceil(config.min_reply_fraction * len(workers)),
         )  # fmt: skip
-        got, slopes = self._joined(got, run, num_steps, num_needed=math.ceil(config.min_reply_fraction * len(workers)))
-        round = _Round(number=now, lr=lr, slopes=slopes)
+        got, slopes = self.joined(got, run, num_steps, num_needed=math.ceil(config.min_reply_fraction * len(workers)))
+        round = Round(number=now, lr=lr, slopes=slopes)
         steps = round.steps(seeds)
         (params,) = await fleet.apply(take, state.params, steps=steps)
         num_tokens = int(got.sum("num_tokens"))
@@ -273,16 +273,17 @@ class ZerothOrder:
         if since is None:
             if not state.sums:
                 return {"theta": state.params, "sums": None, "missed": []}
-            sums = [list(self._pool(run)), _packed(_unpacked(state.sums, "<f8"))]
+            pool = self.pool(state, run)
+            sums = [list(pool.seeds), packed(pool.sums)]
             return {"theta": state.initial, "sums": sums, "missed": []}
-        rounds = [_Round.from_json(each) for each in state.history if int(each["round"]) >= since]
+        rounds = [Round.from_json(each) for each in state.history if int(each["round"]) >= since]
         steps = [step for each in rounds for step in each.steps(self._taken(run, each))]
         return {
             "theta": None, "sums": None,
-            "missed": [[list(step.seeds), _packed(step.scalars), step.lr] for step in steps],
+            "missed": [[list(step.seeds), packed(step.scalars), step.lr] for step in steps],
         }  # fmt: skip
 
-    def _joined(
+    def joined(
         self, got: Replies, run: RunFacts, num_steps: int, *, num_needed: int
     ) -> tuple[Replies, tuple[float, ...]]:
         """The replies whose slopes can be used, and the slope along each seed. RoundFailed if these are too few."""
@@ -291,7 +292,7 @@ class ZerothOrder:
         refused = ""
         for reply in got.replies:
             try:
-                usable.append((reply, accept(_unpacked(reply.scalars.get("slopes")), num=num, limit=limit)))
+                usable.append((reply, accept(unpacked(reply.scalars.get("slopes")), num=num, limit=limit)))
             except InvalidUpdate as error:
                 refused = f"; {reply.worker}: {error}"
         if len(usable) < num_needed:
@@ -301,7 +302,7 @@ class ZerothOrder:
         slopes = tuple(rule(column, weights, run) for column in zip(*(own for _, own in usable), strict=True))
         return Replies(replies=tuple(reply for reply, _ in usable)), slopes
 
-    def _seeds(self, run: RunFacts, round: int) -> list[list[int]]:
+    def seeds(self, run: RunFacts, round: int) -> list[list[int]]:
         """P of each local step of a round."""
         config = self.config
         if not config.pool_size:
@@ -309,26 +310,29 @@ class ZerothOrder:
                 [_seed(run, f"{round}/{k}/{p}") for p in range(config.num_perturbations)]
                 for k in range(config.num_local_steps)
             ]
-        pool = self._pool(run)
+        pool = self._pool_seeds(run)
         chance = np.random.default_rng(_seed(run, f"{round}"))
         drawn = (
             chance.choice(len(pool), config.num_perturbations, replace=False) for _ in range(config.num_local_steps)
         )
         return [[pool[int(place)] for place in places] for places in drawn]
 
-    def _taken(self, run: RunFacts, round: _Round) -> list[list[int]]:
-        return self._seeds(run, round.number)[: len(round.slopes) // self.config.num_perturbations]
+    def _taken(self, run: RunFacts, round: Round) -> list[list[int]]:
+        return self.seeds(run, round.number)[: len(round.slopes) // self.config.num_perturbations]
 
-    def _pool(self, run: RunFacts) -> tuple[int, ...]:
+    def _pool_seeds(self, run: RunFacts) -> tuple[int, ...]:
         return tuple(_seed(run, f"pool/{place}") for place in range(self.config.pool_size))
 
     def _sums(self, state: ZerothOrderState, run: RunFacts, steps: Sequence[Step]) -> str:
         if not state.sums:
             return ""
-        pool = SeedPool(self._pool(run), _unpacked(state.sums, "<f8"))
+        pool = self.pool(state, run)
         for step in steps:
             pool = pool.after(step)
-        return _packed(pool.sums, "<f8")
+        return packed(pool.sums, "<f8")
+
+    def pool(self, state: ZerothOrderState, run: RunFacts) -> SeedPool:
+        return SeedPool(self._pool_seeds(run), unpacked(state.sums, "<f8"))
 
     def estimate(self, run: RunFacts) -> RoundBytes:
         """No object travels once a worker has the parameters."""
