@@ -176,3 +176,11 @@ def test_other_optimizers_are_refused() -> None:
     problem.inner = InnerConfig()
     with pytest.raises(RecipeError, match=r"set strategy\.inner\.optimizer to 'sgd'"):
         ZerothOrder(ZerothOrderConfig()).init(facts_of(problem))
+
+
+def test_the_loss_falls(tmp_path: Path) -> None:
+    problem = problem_of(12)
+    problem.inner = plain.model_copy(update={"lr": 0.1, "batch_size": 16, "schedule": "constant"})
+    world, _ = play(problem, tmp_path, ZerothOrderConfig(num_perturbations=16))
+    assert world.last is not None
+    assert world.last.losses[12] < world.last.losses[0] - 0.05
