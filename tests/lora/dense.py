@@ -1,4 +1,4 @@
-"""The rules on dense matrices in fp64, written from the papers and apart from the package, and adapters to try them on."""
+"""The rules on dense matrices in fp64, written from the papers and apart from the package; adapters to try."""
 
 from __future__ import annotations
 

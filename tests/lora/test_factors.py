@@ -101,9 +101,7 @@ def test_norm_of_no_change_is_zero() -> None:
 
 
 @given(round_=dense.rounds(), rank=st.integers(1, 8), scale=st.floats(0.1, 10))
-def test_resized_keeps_the_first_components_for_another_scale(
-    round_: dense.Updates, rank: int, scale: float
-) -> None:
+def test_resized_keeps_the_first_components_for_another_scale(round_: dense.Updates, rank: int, scale: float) -> None:
     _, x = round_[0]
     got = x.resized(rank, scale=scale)
     assert (got.rank, got.shape, got.scale) == (rank, x.shape, scale)

@@ -66,13 +66,13 @@ class Factors:
 
     def delta(self) -> Tensor:
         """s B A, fp32 [d, k]."""
-        return self.scale * (self.b.float() @ self.a.float())
+        return (self.b.float() @ self.a.float()).mul_(self.scale)
 
     def slices(self) -> Iterator[tuple[int, Tensor]]:
         """s B A as `(first row, fp32 [rows, k])`, some rows at a time."""
         a, num_rows = self.a.float(), max(1, slice_numel // self.shape[1])
         for start in range(0, self.shape[0], num_rows):
-            yield start, self.scale * (self.b[start : start + num_rows].float() @ a)
+            yield start, (self.b[start : start + num_rows].float() @ a).mul_(self.scale)
 
     def add_to(self, delta: Tensor) -> None:
         """Add s B A to an fp32 [d, k], without a second matrix of that size. InvalidUpdate if it has another shape."""

@@ -16,5 +16,8 @@ from potluck.lora.weighted import mean
 
 
 def ffa(held: Factors, sent: Sequence[tuple[float, Tensor]]) -> Factors:
-    """`held` is what all workers began the round with, `sent` `(w_i, B_i)`. InvalidUpdate if a B_i has another shape."""
+    """`held` is what all workers began the round with, `sent` `(w_i, B_i)`.
+
+    InvalidUpdate if a matrix has another shape than in `held`.
+    """
     return Factors(held.a, mean("B", sent, shape=held.b.shape), held.scale)

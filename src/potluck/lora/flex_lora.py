@@ -2,8 +2,8 @@
 
     sum_i p_i s_i B_i A_i = U S V^T      worker i receives B = U_r S_r / s_i, A = V_r^T with r = r_i
 
-Bai et al. 2024, arXiv:2402.11505. The best approximation of each rank; unequal ranks and scales. Unlike the paper's, the
-SVD is of the factors where their ranks sum up to less than min(d, k): see svd.py.
+Bai et al. 2024, arXiv:2402.11505. The best approximation of each rank; unequal ranks and scales. The paper makes the
+dense sum; here the SVD is of the factors where their ranks sum up to less than min(d, k), see svd.py.
 """
 
 from __future__ import annotations

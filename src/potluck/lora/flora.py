@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 
 from potluck.lora.factors import Factors
-from potluck.lora.weighted import Updates, common_shape, shares
+from potluck.lora.weighted import Updates, require_one_layer, shares
 
 
 def flora(updates: Updates) -> Factors:
     """Of rank sum_i r_i and scale 1. InvalidUpdate if the adapters are of unequal layers."""
     parts = shares([weight for weight, _ in updates])
-    common_shape(updates)
+    require_one_layer(updates)
     adapters = [adapter for _, adapter in updates]
     a = torch.cat([x.a.float() * (part * x.scale) for part, x in zip(parts, adapters, strict=True)])
     b = torch.cat([x.b.float() for x in adapters], dim=1)

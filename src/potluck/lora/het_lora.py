@@ -17,7 +17,7 @@ from torch import Tensor
 
 from potluck.lora.factors import Factors
 from potluck.lora.fed_it import fed_it
-from potluck.lora.weighted import Updates, common_shape, shares
+from potluck.lora.weighted import Updates, require_one_layer, shares
 
 
 def het_lora(updates: Updates) -> Factors:
@@ -27,7 +27,7 @@ def het_lora(updates: Updates) -> Factors:
     row of A anew. InvalidUpdate if the adapters are of unequal layers.
     """
     shares([weight for weight, _ in updates])
-    common_shape(updates)
+    require_one_layer(updates)
     rank = max(adapter.rank for _, adapter in updates)
     by_norm = [(adapter.norm(), adapter) for _, adapter in updates]
     counted = [(norm, adapter) for norm, adapter in by_norm if norm > 0] or updates

@@ -46,9 +46,8 @@ def _decomposed(change: Factors | Tensor, rank: int) -> tuple[Tensor, Tensor, Te
         require_matrix("the change", change)
         dense = change.double()
     else:
-        smaller = min(change.shape)
-        width = max(change.rank, min(rank, smaller))
-        if width < smaller:
+        width = max(change.rank, rank)
+        if width < min(change.shape):
             return _decomposed_thin(change.resized(width, scale=change.scale))
         dense = change.scale * (change.b.double() @ change.a.double())
     u, s, vh = torch.linalg.svd(dense, full_matrices=False)

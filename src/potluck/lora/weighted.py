@@ -64,8 +64,8 @@ def common_scale(updates: Updates) -> float:
     return scales[0]
 
 
-def common_shape(updates: Updates) -> tuple[int, int]:
-    """(d, k) of all of them. InvalidUpdate if they have no common one."""
+def require_one_layer(updates: Updates) -> None:
+    """InvalidUpdate unless all are for a weight of the same shape."""
     shapes = [adapter.shape for _, adapter in updates]
     for i, shape in enumerate(shapes, 1):
         if shape != shapes[0]:
@@ -73,4 +73,3 @@ def common_shape(updates: Updates) -> tuple[int, int]:
                 f"adapter {i} of {len(shapes)} is for a weight {list(shape)} and the first for {list(shapes[0])}; "
                 "send adapters of one layer of this run's model"
             )
-    return shapes[0]
