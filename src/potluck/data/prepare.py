@@ -13,9 +13,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 
 from potluck.data.config import DataConfig, ReadOptions, TokenizerConfig
@@ -28,9 +30,11 @@ from potluck.data.packing import (
     divided_texts,
     num_sequences_in,
     pack,
+    pack_records,
     tokenise,
 )
 from potluck.data.readers import Reader, ReadReport
+from potluck.data.records import RecordForm, Records
 from potluck.data.shards import Shard
 from potluck.data.sources import Source, corpus_digest, find_sources
 from potluck.data.token_arrays import check_vocabulary, document_stops, highest_token, open_tokens, token_type_for
@@ -47,7 +51,10 @@ _block_sequences = 64  # arrays of tokens without an end-of-text token: this man
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
-    """Shards on disk and the facts about them. Token counts are of the streams, dropped tails included."""
+    """Shards on disk and the facts about them. Token counts are of the streams, dropped tails included.
+
+    Where data is records, these are the documents, and the tokens counted are those of their answers.
+    """
 
     digest: Digest  # of everything the result depends on
     corpus_digest: Digest  # of the training files' names and contents
@@ -213,6 +220,8 @@ def _digest(job: _Job, corpus: Digest) -> Digest:
         tokenizer = f"bpe/{job.tokenizer.vocab_size}/{tokenizers.__version__}"
     elif job.tokenizer_dir is not None:
         tokenizer = str(digest_bytes(_packed(job.tokenizer_dir)))
+        if job.options.rows_per_record:
+            tokenizer += f"/{version('transformers')}"  # which renders chat templates
     else:
         tokenizer = f"none/{job.vocab_size}"
     held_out = corpus_digest(job.held_out) if job.held_out else ""
@@ -231,6 +240,8 @@ def _packed(folder: Path) -> bytes:
 
 def _make(job: _Job, folder: Path, scratch: Path) -> dict[str, Any]:
     """Everything but the publication: writes tokenizer and shards to `folder`, returns what prepared.json says."""
+    if job.options.rows_per_record:
+        return _from_records(job, folder, scratch)
     if job.is_tokens:
         training, validation, vocab_size, report = _from_arrays(job, folder)
     else:
@@ -260,13 +271,53 @@ def _make(job: _Job, folder: Path, scratch: Path) -> dict[str, Any]:
     return {
         "vocab_size": vocab_size,
         "highest_token": max((highest_token(folder, array) for array in arrays), default=0),
-        "shards": [[s.path.name, s.digest, s.num_sequences, s.num_bytes] for s in shards],
-        "validation": [[s.path.name, s.digest, s.num_sequences, s.num_bytes] for s in held_out],
+        "shards": _listed(shards),
+        "validation": _listed(held_out),
         "num_documents": len(training),
         "num_validation_documents": len(validation),
         "num_tokens": num_tokens,
         "num_validation_tokens": num_validation,
         "num_dropped_tokens": num_tokens + num_validation - kept,
+        "report": report.to_json(),
+    }
+
+
+def _listed(shards: Sequence[PackedShard]) -> list[list[Any]]:
+    return [[s.path.name, s.digest, s.num_sequences, s.num_bytes] for s in shards]
+
+
+def _from_records(job: _Job, folder: Path, scratch: Path) -> dict[str, Any]:
+    assert job.tokenizer_dir is not None
+    copy_tokenizer(job.tokenizer_dir, folder / "tokenizer")
+    form = RecordForm(job.options, folder / "tokenizer")
+    job.tell("tokenising")
+    reader, given = job.reader(job.sources), job.reader(job.held_out)
+    records, report = Records.collect(reader.records(form), scratch / "records.bin"), reader.report()
+    numbers = np.arange(len(records.rows))
+    if job.held_out:
+        validation, held = Records.collect(given.records(form), scratch / "validation.bin"), numbers[:0]
+        kept_out, report = np.arange(len(validation.rows)), report.joined(given.report())
+    else:
+        division = divide([1] * len(numbers), job.options.validation, job.seed)
+        held = numbers[[division.is_held_out(i) or i == division.cut_document for i in numbers.tolist()]]
+        validation, kept_out = records, held
+    training = np.setdiff1d(numbers, held)
+    wanted = job.held_out or job.options.validation > 0
+    for part, what in ((training, "training"), (kept_out, "validation")):
+        if not len(part) and (wanted or what == "training"):
+            raise DataError(f"the data holds {report.num_documents:,} records and none is left for {what}; add some")
+    job.tell("packing sequences")
+    order = training[permutation(f"{job.seed}/documents", len(training))]
+    return {
+        "vocab_size": form.tokenizer.vocab_size,
+        "highest_token": max(records.highest_token, validation.highest_token),
+        "shards": _listed(pack_records(records.rows, order, folder=folder / "training")),
+        "validation": _listed(pack_records(validation.rows, kept_out, folder=folder / "validation")),
+        "num_documents": len(training),
+        "num_validation_documents": len(kept_out),
+        "num_tokens": int(records.num_predicted[training].sum()),
+        "num_validation_tokens": int(validation.num_predicted[kept_out].sum()),
+        "num_dropped_tokens": 0,
         "report": report.to_json(),
     }
 

@@ -1,0 +1,155 @@
+"""Conversations to tokens, and which of them are answers: by the tokenizer's own chat template.
+
+Where the template marks answers (`{% generation %}`), its marks hold. Where it does not, what it makes of a
+conversation is compared with what it makes of its beginnings:
+
+    render(m_1 .. m_i, and the opening of an answer)   a beginning of   render(m_1 .. m_i+1)   a beginning of all
+
+and the answer is what the second has more than the first. So the tokens before an answer are those that the model is
+given when it is asked. A template whose beginnings differ is refused.
+
+A template is a program, and comes from the coordinator: transformers runs it in its sandbox, what it may give is
+bounded, and each of its faults becomes a sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.data.config import Format
+from potluck.data.forms import Unusable
+from potluck.types.errors import DataError
+
+Message = dict[str, str]  # role and content
+
+PLAIN_TEMPLATE = """\
+{% for message in messages %}\
+{{ '\\n\\n' if not loop.first else '' }}\
+{{ {'system': '', 'user': '### Instruction:\\n', 'assistant': '### Response:\\n'}[message['role']] }}\
+{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '' }}\
+{% endfor %}\
+{{ '\\n\\n### Response:\\n' if add_generation_prompt else '' }}"""
+"""Where a tokenizer brings none, for instructions and preferences."""
+
+_marks = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_probe: tuple[Message, ...] = (
+    {"role": "user", "content": "What is the sky like?"},
+    {"role": "assistant", "content": "Blue."},
+    {"role": "user", "content": "And the grass?"},
+    {"role": "assistant", "content": "Green."},
+)
+_free_chars, _chars_per_char = 1 << 16, 4  # what a template may give: that many, and that many for each it is given
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """ids: int32 [num_tokens]. Answer i is ids[start:stop] of `answers[i]`, its closing tokens included."""
+
+    ids: NDArray[np.int32]
+    answers: tuple[tuple[int, int], ...]
+
+
+class ChatTemplate:
+    """A tokenizer with its chat template, in a directory in Hugging Face form."""
+
+    def __init__(self, folder: Path, format: Format) -> None:
+        """DataError if the template cannot be used, or `format` is chat and there is none."""
+        from transformers import AutoTokenizer
+
+        try:
+            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # each kind of tokenizer fails in its own way
+            raise DataError(
+                f"transformers cannot open the tokenizer in {folder}: {_first_line(error)}; give another tokenizer"
+            ) from error
+        self._tokenizer: Any = loaded
+        own: Any = self._tokenizer.chat_template
+        own = own.get("default") if isinstance(own, dict) else own
+        if not isinstance(own, str) and format == "chat":
+            raise DataError(
+                f"the tokenizer in {folder} has no chat template and format 'chat' needs one; give another tokenizer, "
+                "or use format 'instruct'"
+            )
+        self._template = own if isinstance(own, str) else PLAIN_TEMPLATE
+        self._has_marks = _marks.search(self._template) is not None
+        special = [str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special]
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._probe(folder, _probe if format == "chat" else _probe[:2])
+
+    def _probe(self, folder: Path, messages: Sequence[Message]) -> None:
+        try:
+            encoded = self.encode(messages)
+            for (start, stop), message in zip(encoded.answers, messages[1::2], strict=True):
+                if message["content"] not in self._tokenizer.decode(encoded.ids[start:stop]):
+                    raise Unusable(f"the answer {message['content']!r} is not found in what it gives")
+        except (Unusable, ValueError) as error:
+            raise DataError(
+                f"the chat template in {folder} cannot be trained with: {error}; give a tokenizer with another one"
+            ) from error
+
+    def encode(self, messages: Sequence[Message], *, first_answer: int = 0) -> Encoded:
+        """Of a conversation that ends with an answer. `first_answer`: answers in messages before it do not count.
+
+        Unusable if the template refuses it, or it cannot be told which tokens are answers.
+        """
+        for message in messages:
+            if found := self._special.search(message["content"]):
+                raise Unusable(f"its text holds {found[0]!r}, which this tokenizer takes for a mark of its own")
+        at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        count = sum(i >= first_answer for i in at)
+        encoded = self._by_marks(messages) if self._has_marks else self._by_beginnings(messages, at)
+        if len(encoded.answers) != len(at) or any(start == stop for start, stop in encoded.answers):
+            raise Unusable(f"the chat template gives {len(encoded.answers)} of its {len(at)} answers")
+        return Encoded(encoded.ids, encoded.answers[len(at) - count :])
+
+    def _by_marks(self, messages: Sequence[Message]) -> Encoded:
+        self._render(messages)  # bounds what it gives
+        made = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        marked = np.array([0, *made["assistant_masks"], 0])
+        edges = np.flatnonzero(np.diff(marked)).tolist()
+        return Encoded(np.array(made["input_ids"], np.int32), tuple(zip(edges[::2], edges[1::2], strict=True)))
+
+    def _by_beginnings(self, messages: Sequence[Message], at: Sequence[int]) -> Encoded:
+        texts: list[str] = []  # of each answer: what comes before it, and that with it
+        for i in at:
+            texts += [self._render(messages[:i], opens=True), self._render(messages[: i + 1])]
+        if not all(longer.startswith(text) for text, longer in pairwise(texts)):
+            raise Unusable("the chat template renders the beginning of a conversation in another way than the whole")
+        parts = self._ids(texts)
+        whole, stops = parts[-1], [len(part) for part in parts]
+        if any(whole[: len(part)] != part for part in parts):
+            # A token would reach into an answer, and the model is given those of what comes before it: so cut there.
+            pieces = self._ids([longer[len(text) :] for text, longer in pairwise(["", *texts])])
+            joined = [token for piece in pieces for token in piece]
+            if self._tokenizer.decode(joined) != self._tokenizer.decode(whole):
+                raise Unusable("a token reaches from what stands before an answer into it")
+            whole, stops = joined, np.cumsum([len(piece) for piece in pieces]).tolist()
+        return Encoded(np.array(whole, np.int32), tuple(zip(stops[::2], stops[1::2], strict=True)))
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _render(self, messages: Sequence[Message], *, opens: bool = False) -> str:
+        text: str = self._apply(messages, tokenize=False, add_generation_prompt=opens)
+        most = _free_chars + _chars_per_char * sum(len(message["content"]) for message in messages)
+        if len(text) > most:
+            raise Unusable(f"the chat template makes {len(text):,} characters of it and {most:,} are allowed")
+        return text
+
+    def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), chat_template=self._template, **options)
+        except Exception as error:  # a template is a program, and fails as programs do
+            raise Unusable(f"the chat template refuses it: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).split("\n", 1)[0][:200]
