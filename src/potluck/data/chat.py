@@ -106,8 +106,9 @@ class ChatTemplate:
         at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         count = sum(i >= first_answer for i in at)
         encoded = self._by_marks(messages) if self._has_marks else self._by_beginnings(messages, at)
-        if len(encoded.answers) != len(at) or any(start == stop for start, stop in encoded.answers):
-            raise Unusable(f"the chat template gives {len(encoded.answers)} of its {len(at)} answers")
+        shown = sum(start < stop for start, stop in encoded.answers)
+        if not shown == len(encoded.answers) == len(at):
+            raise Unusable(f"the chat template gives {shown} of its {len(at)} answers")
         return Encoded(encoded.ids, encoded.answers[len(at) - count :])
 
     def _by_marks(self, messages: Sequence[Message]) -> Encoded:

@@ -56,10 +56,9 @@ class RecordForm:
             row_of = ~one.ids[cut:]
             whole = [(start - cut, stop - cut) for start, stop in one.answers if start > cut]
             if not whole:
-                start, stop = one.answers[-1]
+                longest = max(stop - start for one in encoded for start, stop in one.answers[-1:])
                 raise Unusable(
-                    f"its answer has {stop - start:,} tokens and {self._num_tokens - 1:,} are the most; raise "
-                    "`data.seq_len`"
+                    f"its answer has {longest:,} tokens and {self._num_tokens - 1:,} are the most; raise `data.seq_len`"
                 )
             for start, stop in whole:
                 row_of[start:stop] = ~row_of[start:stop]
