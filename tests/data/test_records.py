@@ -12,7 +12,8 @@ from data.chat_templates import CHATML, LLAMA_2, save_chat_tokenizer
 from datasets import Dataset
 
 from potluck.data.config import DataConfig, ReadOptions
-from potluck.data.prepare import PreparedData, prepare_private, prepare_shared
+from potluck.data.prepare import prepare_private, prepare_shared
+from potluck.data.prepared import PreparedData
 from potluck.data.readers import Reader, ReadReport
 from potluck.data.records import RecordForm
 from potluck.data.sources import find_sources
@@ -235,6 +236,9 @@ def test_conversations_are_prepared_whole_and_once(tmp_path: Path, chatml: Path,
     assert sorted(answers) == sorted(f"fine {i}<|im_end|>\n" for i in range(50)) and answers != sorted(answers)
     assert int((rows >= 0).sum()) == data.num_tokens + data.num_validation_tokens
     assert prepared(tmp_path, chatml, ["{", *records], "chat", private=private) == data, "it is kept"
+    short = prepared(tmp_path, chatml, [*records[:2], {"messages": [user("x" * 90), assistant("y")]}], "chat")
+    assert (data.report.num_cut, short.report.num_cut) == (0, 1)
+    assert short.report.sentence().endswith("; 1 records cut at their beginning")
     assert prepared(tmp_path, chatml, ["{", *records], "chat", private=private, seq_len=41).digest != data.digest
 
 

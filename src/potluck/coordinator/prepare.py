@@ -15,7 +15,8 @@ from potluck.coordinator.frozen import TOKENIZER, Frozen, keep_tokenizer
 from potluck.coordinator.plan import Plan
 from potluck.coordinator.recipe import IDENTITY, Recipe, parse_recipe
 from potluck.data.manifest import Manifest, listed_data
-from potluck.data.prepare import PreparedData, prepare_shared
+from potluck.data.prepare import prepare_shared
+from potluck.data.prepared import PreparedData
 from potluck.data.records import RecordForm
 from potluck.data.shards import Shard
 from potluck.data.tokenizer import TextTokenizer, pack_tokenizer
@@ -239,7 +240,7 @@ def _shared(
             objects.adopt(copy)
     for where in data.report.skipped:
         tell(f"skipped {where.file}:{where.line}: {where.reason}")
-    if data.report.num_skipped:
+    if data.report.is_flawed:
         tell(data.report.sentence())
     part = f", the first {recipe.data.max_bytes:,} bytes of it" if recipe.data.max_bytes else ""
     tell(

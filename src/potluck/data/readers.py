@@ -44,12 +44,19 @@ class ReadReport:
     num_skipped: int = 0
     skipped: tuple[Skipped, ...] = ()  # the first 20
     truncated: bool = False  # `max_bytes` was reached
+    num_cut: int = 0  # records that lost their beginning, for they are longer than a sequence
+
+    @property
+    def is_flawed(self) -> bool:
+        """Whether something of it was left out that `max_bytes` does not explain."""
+        return self.num_skipped + self.num_cut > 0
 
     def sentence(self) -> str:
         """Counts only: fit to be sent to others."""
         end = ", the rest left out by `max_bytes`" if self.truncated else ""
         skipped = f"; {self.num_skipped:,} records or files skipped" if self.num_skipped else ""
-        return f"{self.num_documents:,} documents, {self.num_bytes / 1e6:.1f} MB of text{end}{skipped}"
+        cut = f"; {self.num_cut:,} records cut at their beginning" if self.num_cut else ""
+        return f"{self.num_documents:,} documents, {self.num_bytes / 1e6:.1f} MB of text{end}{skipped}{cut}"
 
     def joined(self, other: ReadReport) -> ReadReport:
         """Of two readings together."""
@@ -59,6 +66,7 @@ class ReadReport:
             num_skipped=self.num_skipped + other.num_skipped,
             skipped=(*self.skipped, *other.skipped)[:_max_reported],
             truncated=self.truncated or other.truncated,
+            num_cut=self.num_cut + other.num_cut,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -69,6 +77,7 @@ class ReadReport:
             "num_skipped": self.num_skipped,
             "skipped": skipped,
             "truncated": self.truncated,
+            "num_cut": self.num_cut,
         }
 
     @staticmethod
@@ -80,6 +89,7 @@ class ReadReport:
             num_skipped=int(value["num_skipped"]),
             skipped=skipped,
             truncated=bool(value["truncated"]),
+            num_cut=int(value["num_cut"]),
         )
 
 

@@ -44,6 +44,7 @@ class RecordForm:
         self._name = names
         self.optional: Sequence[str] = [names["input"]] if "input" in names else []
         self.required: Sequence[str] = [name for name in names.values() if name not in self.optional]
+        self.num_cut = 0  # of the records so far
         self.tokenizer = TextTokenizer.open(folder)
         self._chat = ChatTemplate(folder, options.format)
 
@@ -63,6 +64,7 @@ class RecordForm:
             for start, stop in whole:
                 row_of[start:stop] = ~row_of[start:stop]
             into[: len(row_of)] = row_of
+        self.num_cut += cut > 0
         num_bytes = sum(len(message["content"].encode()) for messages in conversations for message in messages)
         return rows if len(rows) > 1 else rows[0], num_bytes
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from potluck.data.config import ReadOptions
 from potluck.data.listed import ListedFiles
-from potluck.data.prepare import PreparedData, prepare_private
+from potluck.data.prepare import prepare_private
+from potluck.data.prepared import PreparedData
 from potluck.data.shards import Span
 from potluck.data.stream import Cursor, PrivateSource, Sequences, SpanSource, held_out_batches, open_shard
 from potluck.data.tokenizer import TextTokenizer, unpack_tokenizer
