@@ -1,6 +1,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from data.chat_templates import CHATML, LLAMA_2, MARKS, TEMPLATES, save_chat_tokenizer
 from hypothesis import given, settings
@@ -39,6 +40,12 @@ def test_tokens_are_those_of_transformers_and_answers_are_found(kind: tuple[str,
     before, after = around(name)
     answers = [tokenizer.decode(encoded.ids[start:stop]) for start, stop in encoded.answers]
     assert answers == [f"{before}fine,\n\nthanks{after}", f"{before}fine{after}"]
+    if "marked" in name:
+        mask = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        expected = np.zeros(len(encoded.ids), int)
+        for start, stop in encoded.answers:
+            expected[start:stop] = 1
+        assert mask["assistant_masks"] == expected.tolist()
     assert chat.encode(messages, first_answer=3).answers == encoded.answers[1:]
 
 
@@ -56,8 +63,6 @@ def test_tokens_of_answers_decode_to_the_answers(
     kind: tuple[str, ChatTemplate, Any], contents: list[str], answer: str
 ) -> None:
     name, chat, tokenizer = kind
-    if "marked" in name:
-        answer = f"x{answer.strip()}"  # marks are transformers': a token that reaches into an answer is the answer's
     messages = said(*(text for content in contents for text in (content, answer)))
     encoded = chat.encode(messages)
     before, after = around(name)
@@ -86,6 +91,9 @@ def chat_of(tmp_path: Path) -> Any:
         ("{{ messages[0].content.nothing.at_all }}", "the chat template refuses it: 'str object' has no attribute"),
         ("{{ ''.__class__.__mro__ }}", "the chat template refuses it: access to attribute '__class__'"),
         ("{{ raise_exception('no') }}", "the chat template refuses it: no"),
+        ("{{ raise_exception('\x1b[2J') }}", r"the chat template refuses it: [^\x1b]*;"),
+        ("{{ '\\ud800' }}", "the chat template refuses it: 'utf-8' codec can't encode"),
+        ("{{ 'x' * 10 ** 6 }}", r"makes 1,000,000 characters of it and 65,"),
         ("{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}", r"makes [\d,]+ characters of it and 65,"),
         ("{{ messages | length }}" + CHATML, "renders the beginning of a conversation in another way than the whole"),
         (CHATML.replace("message['content']", "(message['content'] if message['role'] == 'user' else '')"), "not fo"),
@@ -112,6 +120,26 @@ def test_a_record_that_a_template_refuses_is_unusable(chat_of: Any) -> None:
         chat.encode([*said("how"), *said("are", "you")])
     with pytest.raises(Unusable, match=r"its text holds '<\|im_end\|>', which this tokenizer takes for a mark"):
         chat.encode(said("how<|im_end|>", "fine"))
+
+
+def test_marks_keep_the_blanks_around_them(chat_of: Any, tmp_path: Path) -> None:
+    chat = chat_of("""{% for message in messages %}
+        {% if message['role'] == 'assistant' %}
+            {%- generation -%}
+                {{ message['content'] }}{{ eos_token }}
+            {%- endgeneration %}
+        {% else %}
+            {{ message['content'] }}:
+        {% endif %}
+    {% endfor %}""")
+    messages = said("how", "fine", "and you", "too")
+    encoded, tokenizer = chat.encode(messages), AutoTokenizer.from_pretrained(str(tmp_path))
+    assert tokenizer.decode(encoded.ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert [tokenizer.decode(encoded.ids[start:stop]) for start, stop in encoded.answers] == [
+        "fine<|endoftext|>", "too<|endoftext|>"
+    ]  # fmt: skip
+    with pytest.raises(Unusable, match="it cannot be told what its chat template marks as answers"):
+        chat.encode(said("how", "a\ue000b"))
 
 
 def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:

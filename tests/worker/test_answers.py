@@ -1,5 +1,6 @@
 """Training on answers only, against plain transformers with labels of -100 where nothing is to be predicted."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +9,15 @@ from models.families import FAMILIES
 from torch import Tensor
 from worker.test_replica import replica_of, seq_len, spec_of
 
+from potluck.codecs.bundle import write_tensors
 from potluck.models.build import build
 from potluck.models.loss import TokenLoss, inputs_of, num_predicted
+from potluck.protocol import pb
+from potluck.storage.objects import ObjectStore
 from potluck.strategies.replica import Loss
 from potluck.strategies.run import RunSpec
-from potluck.types.errors import DataError
+from potluck.types.errors import CorruptError, DataError
+from potluck.worker.sources import Sources
 
 END = 0
 
@@ -148,6 +153,26 @@ def test_nor_does_it_in_a_step_and_a_step_of_nothing_else_is_one_sentence() -> N
         with pytest.raises(DataError, match="holds no token to predict"):
             step()
     assert torch.equal(one.params().tensor(), two.params().tensor())
+
+
+def test_shared_records_come_to_the_replica_as_they_were_packed(tmp_path: Path) -> None:
+    """And a shard that a coordinator sends where text was agreed on, or the other way round, is refused."""
+    objects, rows = ObjectStore(tmp_path), some_records(10)
+    write_tensors(tmp_path / "shard", {"tokens": rows.int()})
+    digest = objects.adopt(tmp_path / "shard")
+    spec = answers_spec("llama", optimizer="sgd")
+    lease = pb.Lease(num_sequences=10, spans=[pb.Span(shard=digest, start=0, stop=10)])
+    with Sources(spec=spec, objects=objects).open(lease) as fed:
+        batches = list(fed)
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    assert sorted(torch.cat(batches).tolist()) == sorted(rows.tolist())
+    replica = replica_of(spec)
+    replica.feed(batches)
+    assert replica.train_step(progress=0.0).num_tokens == num_predicted(batches[0])
+    for format, why in (("text", "holds tokens from -"), ("preference", r"needs whole numbers \[any, 2, 13\]")):
+        other = spec.model_copy(update={"data_options": {"format": format}})
+        with Sources(spec=other, objects=objects).open(lease) as fed, pytest.raises(CorruptError, match=why):
+            list(fed)
 
 
 def test_a_model_never_sees_a_complement() -> None:

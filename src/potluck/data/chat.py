@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from potluck.data.config import Format
 from potluck.data.forms import Unusable
 from potluck.types.errors import DataError
+from potluck.types.untrusted import printable
 
 Message = dict[str, str]  # role and content
 
@@ -39,7 +40,8 @@ PLAIN_TEMPLATE = """\
 {{ '\\n\\n### Response:\\n' if add_generation_prompt else '' }}"""
 """Where a tokenizer brings none, for instructions and preferences."""
 
-_marks = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_marks = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+_start, _stop = "\ue000", "\ue001"  # for private use; text that holds them cannot be told from the marks
 _probe: tuple[Message, ...] = (
     {"role": "user", "content": "What is the sky like?"},
     {"role": "assistant", "content": "Blue."},
@@ -79,7 +81,7 @@ class ChatTemplate:
                 "or use format 'instruct'"
             )
         self._template = own if isinstance(own, str) else PLAIN_TEMPLATE
-        self._has_marks = _marks.search(self._template) is not None
+        self._marking = _marking(self._template)
         special = [str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special]
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self._probe(folder, _probe if format == "chat" else _probe[:2])
@@ -105,52 +107,68 @@ class ChatTemplate:
                 raise Unusable(f"its text holds {found[0]!r}, which this tokenizer takes for a mark of its own")
         at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         count = sum(i >= first_answer for i in at)
-        encoded = self._by_marks(messages) if self._has_marks else self._by_beginnings(messages, at)
-        shown = sum(start < stop for start, stop in encoded.answers)
-        if not shown == len(encoded.answers) == len(at):
+        ids, stops = self._tokens(self._by_marks(messages) if self._marking else self._by_beginnings(messages, at))
+        answers = tuple(zip(stops[::2], stops[1::2], strict=False))
+        shown = sum(start < stop for start, stop in answers)
+        if not shown == len(answers) == len(at):
             raise Unusable(f"the chat template gives {shown} of its {len(at)} answers")
-        return Encoded(encoded.ids, encoded.answers[len(at) - count :])
+        return Encoded(np.array(ids, np.int32), answers[len(at) - count :])
 
-    def _by_marks(self, messages: Sequence[Message]) -> Encoded:
-        self._render(messages)  # bounds what it gives
-        made = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        marked = np.array([0, *made["assistant_masks"], 0])
-        edges = np.flatnonzero(np.diff(marked)).tolist()
-        return Encoded(np.array(made["input_ids"], np.int32), tuple(zip(edges[::2], edges[1::2], strict=True)))
+    def _by_marks(self, messages: Sequence[Message]) -> list[str]:
+        pieces = re.split(f"[{_start}{_stop}]", self._render(messages, self._marking))
+        if "".join(pieces) != self._render(messages) or len(pieces) % 2 == 0:
+            raise Unusable("it cannot be told what its chat template marks as answers")
+        return list(accumulate(pieces))
 
-    def _by_beginnings(self, messages: Sequence[Message], at: Sequence[int]) -> Encoded:
-        texts: list[str] = []  # of each answer: what comes before it, and that with it
+    def _by_beginnings(self, messages: Sequence[Message], at: Sequence[int]) -> list[str]:
+        texts: list[str] = []
         for i in at:
             texts += [self._render(messages[:i], opens=True), self._render(messages[: i + 1])]
         if not all(longer.startswith(text) for text, longer in pairwise(texts)):
             raise Unusable("the chat template renders the beginning of a conversation in another way than the whole")
+        return texts
+
+    def _tokens(self, texts: list[str]) -> tuple[list[int], list[int]]:
+        """Tokens of the last of these texts, each a beginning of the next, and how many of them each has."""
         parts = self._ids(texts)
-        whole, stops = parts[-1], [len(part) for part in parts]
-        if any(whole[: len(part)] != part for part in parts):
-            # A token would reach into an answer, and the model is given those of what comes before it: so cut there.
-            pieces = self._ids([longer[len(text) :] for text, longer in pairwise(["", *texts])])
-            joined = [token for piece in pieces for token in piece]
-            if self._tokenizer.decode(joined) != self._tokenizer.decode(whole):
-                raise Unusable("a token reaches from what stands before an answer into it")
-            whole, stops = joined, np.cumsum([len(piece) for piece in pieces]).tolist()
-        return Encoded(np.array(whole, np.int32), tuple(zip(stops[::2], stops[1::2], strict=True)))
+        whole = parts[-1]
+        if all(whole[: len(part)] == part for part in parts):
+            return whole, [len(part) for part in parts]
+        # A token would reach into an answer, and the model is given those of what comes before it: so cut there.
+        pieces = self._ids([longer[len(text) :] for text, longer in pairwise(["", *texts])])
+        joined = [token for piece in pieces for token in piece]
+        if self._tokenizer.decode(joined) != self._tokenizer.decode(whole):
+            raise Unusable("a token reaches from what stands before an answer into it")
+        return joined, list(accumulate(len(piece) for piece in pieces))
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _render(self, messages: Sequence[Message], *, opens: bool = False) -> str:
-        text: str = self._apply(messages, tokenize=False, add_generation_prompt=opens)
+    def _render(self, messages: Sequence[Message], template: str = "", *, opens: bool = False) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), chat_template=template or self._template, tokenize=False, add_generation_prompt=opens
+            )
+            text.encode()  # half a surrogate pair is no text
+        except Exception as error:  # a template is a program, and fails as programs do
+            raise Unusable(f"the chat template refuses it: {_first_line(error)}") from error
         most = _free_chars + _chars_per_char * sum(len(message["content"]) for message in messages)
         if len(text) > most:
             raise Unusable(f"the chat template makes {len(text):,} characters of it and {most:,} are allowed")
         return text
 
-    def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
-        try:
-            return self._tokenizer.apply_chat_template(list(messages), chat_template=self._template, **options)
-        except Exception as error:  # a template is a program, and fails as programs do
-            raise Unusable(f"the chat template refuses it: {_first_line(error)}") from error
+
+def _marking(template: str) -> str:
+    """The template with its marks turned to characters, and blanks as they were; "" where it has none."""
+
+    def turned(mark: re.Match[str]) -> str:
+        if mark[2]:
+            return f"{{%{mark[1]} endif %}}{{{{ '{_stop}' }}}}{{% endif {mark[3]}%}}"
+        return f"{{%{mark[1]} if true %}}{{{{ '{_start}' }}}}{{% if true {mark[3]}%}}"
+
+    marking, number = _marks.subn(turned, template)
+    return marking if number else ""
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).split("\n", 1)[0][:200]
+    return printable((str(error) or type(error).__name__).split("\n", 1)[0], 200)
