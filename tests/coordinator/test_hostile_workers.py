@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from worlds import virtual_world
 from potluck.clock import run_virtual
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import write_flat
+from potluck.coordinator.plan import Plan
 from potluck.coordinator.service import MAX_TRANSFERS
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.roster import Roster
@@ -26,6 +28,7 @@ from potluck.protocol.frames import pack_chunk, pack_data
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+from potluck.strategies.strategy import Strategy
 from potluck.transport.connection import Connection, Peer
 from potluck.transport.memory import Link
 from potluck.transport.objects import _crowd
@@ -152,10 +155,16 @@ def same(update: bytes) -> bytes:
 
 
 def run_with(
-    folder: Path, lie: Lie, spoil: Callable[[bytes], bytes] = same, *, validate: bool = True, **fleet: Any
+    folder: Path,
+    lie: Lie,
+    spoil: Callable[[bytes], bytes] = same,
+    *,
+    validate: bool = True,
+    kind: type[Problem] = Problem,
+    **fleet: Any,
 ) -> tuple[World, Liar]:
     """Two honest workers and the liar, to the end of a run of four rounds."""
-    problem = Problem(num_rounds=4, validate=validate)
+    problem = kind(num_rounds=4, validate=validate)
     problem.fleet = FleetConfig(
         min_workers=2, no_progress_s=20.0, max_update_norm=50.0, quarantine_after=2, max_discarded_rounds=2, **fleet
     )
@@ -223,6 +232,26 @@ def test_lies_of_a_task_that_may_end_early_are_refused(tmp_path: Path, lie: Lie)
     world, liar = run_with(tmp_path, lie, balance="time")
     assert world.last is not None and world.last.roster.members[liar.id].quarantined
     assert all(e.detail["workers"] == ["w1", "w2"] for e in world.events if e.kind == "round")
+
+
+class Answers(Problem):
+    """Data of records: how many of a record's tokens are predicted, its worker says."""
+
+    def plan(self, strategy: Strategy) -> Plan:
+        plan = super().plan(strategy)
+        return replace(plan, spec=plan.spec.model_copy(update={"data_options": {"format": "chat"}}))
+
+
+@pytest.mark.parametrize("balance", ["none", "time"])
+@pytest.mark.parametrize(("num_tokens", "is_believed"), [(8, True), (40, True), (64, True), (7, False), (65, False)])
+def test_answers_have_at_least_one_token_and_at_most_all(
+    tmp_path: Path, num_tokens: int, is_believed: bool, balance: str
+) -> None:
+    """Two steps of four records of eight tokens were granted."""
+    lie = scalars(num_tokens=num_tokens, num_steps=2)
+    world, liar = run_with(tmp_path, lie, validate=False, kind=Answers, balance=balance)
+    assert world.last is not None and world.last.roster.members[liar.id].quarantined != is_believed
+    assert {v.verdict for v in liar.verdicts} == ({"accepted"} if is_believed else {"refused"})
 
 
 def test_half_of_the_work_is_taken_for_half(tmp_path: Path) -> None:

@@ -257,5 +257,21 @@ def test_workers_are_told_what_their_method_keeps(name: str, num_kept: int) -> N
     assert sketch(load_recipe(name)).spec.kept_vectors == num_kept
 
 
+@pytest.mark.parametrize(
+    ("name", "format", "why"),
+    [
+        ("stdlib-tiles", "chat", "predicts every token and data.format is 'chat'"),
+        ("stdlib-gpt", "preference", 'trains on single sequences and data.format "preference" gives pairs'),
+    ],
+)
+def test_records_are_for_methods_that_can_train_on_them(name: str, format: str, why: str) -> None:
+    recipe = load_recipe(name)
+    data = recipe.data.model_copy(update={"format": format})
+    with pytest.raises(RecipeError, match=why):
+        sketch(recipe.model_copy(update={"data": data}))
+
+
 def test_no_shipped_recipe_is_lost() -> None:
-    assert {"stdlib-gpt", "stdlib-sync", "private-text", "listed-tokens", "llama-small"} <= set(shipped())
+    assert {"stdlib-gpt", "stdlib-sync", "private-text", "private-chat", "listed-tokens", "llama-small"} <= set(
+        shipped()
+    )

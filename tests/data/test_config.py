@@ -37,6 +37,10 @@ def test_the_models_own_tokenizer_has_a_word() -> None:
         ({"shared": "a", "tokenizer": {"train": "bpe", "path": "t"}}, "not both"),
         ({"shared": "a", "seqlen": 3}, "Extra inputs"),
         ({"shared": "a", "seq_len": 0}, "greater than or equal to 1"),
+        ({"shared": "a", "fields": {"output": "o"}}, "`fields` names 'output' and format 'auto' has no fields"),
+        ({"shared": "a", "format": "chat", "fields": {"output": "o"}}, "format 'chat' has the fields messages"),
+        ({"shared": "a", "format": "instruct", "tokenizer": {"train": "bpe"}}, "trained on text, not on"),
+        ({"listed": "a", "format": "chat"}, "format 'chat' goes with `shared` and `private` data"),
     ],
 )
 def test_a_wrong_section_is_refused(section: dict[str, Any], message: str) -> None:
@@ -51,6 +55,7 @@ def test_workers_learn_how_to_read_and_nothing_else() -> None:
     assert told == {
         "format": "auto",
         "text_field": "body",
+        "fields": {},
         "token_type": "uint16",
         "seq_len": 8,
         "validation": 0.25,

@@ -9,7 +9,8 @@ import pytest
 
 from potluck.data.config import DataConfig, ReadOptions
 from potluck.data.packing import PackedShard
-from potluck.data.prepare import PreparedData, prepare_private, prepare_shared
+from potluck.data.prepare import prepare_private, prepare_shared
+from potluck.data.prepared import PreparedData
 from potluck.data.stream import open_shard
 from potluck.data.tokenizer import TextTokenizer, train_bpe
 from potluck.types.errors import DataError, ResourceError

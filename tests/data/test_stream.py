@@ -124,6 +124,32 @@ def test_a_bundle_that_is_no_shard_of_this_run_is_refused(tmp_path: Path) -> Non
     check(torch.full((3, 5), -1, dtype=torch.int32), "tokens", "holds tokens from -1")
 
 
+def test_complements_are_for_records_only_and_within_the_vocabulary(tmp_path: Path) -> None:
+    def opened(rows: list[list[int]], rows_per_record: int = 1, seq_len: int = 2) -> Sequences:
+        path = tmp_path / f"{abs(hash(str(rows)))}.bundle"
+        write_tensors(path, {"tokens": torch.tensor(rows, dtype=torch.int32)})
+        return open_shard(path, seq_len=seq_len, vocab_size=10, rows_per_record=rows_per_record)
+
+    assert opened([[~9, 9, ~0], [~0, 0, 3]]).take(np.array([0])).tolist() == [[-10, 9, -1]]
+    with pytest.raises(CorruptError, match="holds tokens from -1 to 9 and the vocabulary"):
+        opened([[~0, 9, 1]], rows_per_record=0)
+    for row in ([~10, 9, 1], [~0, 10, 1], [-(1 << 31), 1, 1]):
+        with pytest.raises(CorruptError, match=r"holds tokens from .* and the vocabulary has 10"):
+            opened([row])
+    with pytest.raises(CorruptError, match="holds a record without a token to predict"):
+        opened([[~1, 1, ~1], [1, ~1, ~1]])
+    with pytest.raises(CorruptError, match=r"holds int32 \[1, 3\] and this run needs whole numbers \[any, 2, 3\]"):
+        opened([[~1, 1, 1]], rows_per_record=2)
+
+
+def test_pairs_that_are_dealt_stay_together() -> None:
+    pairs = np.arange(7 * 2 * 3, dtype=np.int32).reshape(7, 2, 3)
+    spans = [Span(shard="a", start=0, stop=4, epoch=0), Span(shard="a", start=4, stop=7, epoch=0)]
+    batches = list(SpanSource(spans, lambda _: Sequences(pairs), seed=1, batch_size=3))
+    assert [list(b.shape) for b in batches] == [[3, 2, 3], [3, 2, 3], [1, 2, 3]]
+    assert torch.cat(batches).tolist() == pairs[epoch_order(1, 0, "a", 7)].tolist()
+
+
 def test_a_shard_is_read_back(tmp_path: Path) -> None:
     for kind in (torch.uint16, torch.int32):
         rows = torch.arange(15).reshape(3, 5)

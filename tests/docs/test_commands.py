@@ -18,15 +18,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
-from docs.pages import Command, anchors, code_block, commands, inline_commands, links, pages, read, root, text_of
+from data.chat_templates import CHATML, save_chat_tokenizer
+from docs.pages import (
+    Command,
+    anchors,
+    block_lines,
+    code_block,
+    commands,
+    inline_commands,
+    links,
+    pages,
+    read,
+    root,
+    text_of,
+)
 from e2e.processes import potluck
 
 from potluck.cli.app import app
 from potluck.cli.benches import bench_function, list_benches, option_types, parse_options
 from potluck.coordinator.recipe import load_recipe
 from potluck.coordinator.shipped import shipped
+from potluck.data.config import ReadOptions
+from potluck.data.records import RecordForm
 
 group: Any = typer.main.get_command(app)
 
@@ -255,3 +271,24 @@ def test_all_exit_codes_on_the_joining_page_are_true() -> None:
     known = set(re.findall(r"^\| (\d+) \|", text_of(root / "docs" / "exit_codes.md"), re.MULTILINE))
     named = re.findall(r"^\| (\d+) \|", table, re.MULTILINE)
     assert len(named) >= 6 and set(named) <= known
+
+
+FORMATS = ("chat", "chat", "instruct", "instruct", "preference", "preference")
+
+
+def test_the_records_that_the_pages_show_can_be_used(tmp_path: Path) -> None:
+    save_chat_tokenizer(tmp_path / "tokenizer", CHATML)
+    lines = [line for line in block_lines(text_of(root / "docs" / "fine_tuning.md")) if line.startswith("{")]
+    for format, line in zip(FORMATS, lines, strict=True):
+        form = RecordForm(ReadOptions.model_validate({"format": format, "seq_len": 256}), tmp_path / "tokenizer")
+        rows, _ = form.of_row(json.loads(line))
+        assert (rows >= 0).any()
+
+
+def test_the_plain_template_is_the_one_that_the_page_shows(tmp_path: Path) -> None:
+    tokenizer = save_chat_tokenizer(tmp_path, None)
+    form = RecordForm(ReadOptions(format="instruct", seq_len=200), tmp_path)
+    record = {"instruction": "Translate into French.", "input": "Good morning", "output": "Bonjour"}
+    rows, _ = form.of_row(record)
+    text = tokenizer.decode(np.maximum(rows, ~rows)).rstrip().replace("<|endoftext|>", "")
+    assert f"```text\n{text}\n```" in text_of(root / "docs" / "fine_tuning.md")

@@ -28,7 +28,8 @@ from potluck.coordinator.deck import Deck
 from potluck.coordinator.divergence import DivergenceConfig
 from potluck.coordinator.plan import CheckpointConfig, Plan, ValidationConfig
 from potluck.data.config import DataConfig, TokenizerConfig
-from potluck.data.prepare import PreparedData, prepare_shared
+from potluck.data.prepare import prepare_shared
+from potluck.data.prepared import PreparedData
 from potluck.fleet.config import FleetConfig
 from potluck.models.build import build
 from potluck.models.flat import FlatModel

@@ -76,6 +76,7 @@ class Plan:
             layout=self.layout,
             model_config=self.spec.model_config_json,
             precision=self.spec.precision,
+            rows_per_record=self.spec.rows_per_record,
             initial=initial,
             zeros=zeros,
             seq_len=self.spec.seq_len,

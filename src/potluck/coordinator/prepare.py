@@ -15,7 +15,9 @@ from potluck.coordinator.frozen import TOKENIZER, Frozen, keep_tokenizer
 from potluck.coordinator.plan import Plan
 from potluck.coordinator.recipe import IDENTITY, Recipe, parse_recipe
 from potluck.data.manifest import Manifest, listed_data
-from potluck.data.prepare import PreparedData, prepare_shared
+from potluck.data.prepare import prepare_shared
+from potluck.data.prepared import PreparedData
+from potluck.data.records import RecordForm
 from potluck.data.shards import Shard
 from potluck.data.tokenizer import TextTokenizer, pack_tokenizer
 from potluck.models.build import initial_vector, layout_of, model_config, skeleton, tokenizer_folder
@@ -25,7 +27,7 @@ from potluck.storage.files import write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.registry import strategy_type
 from potluck.strategies.run import RunSpec
-from potluck.strategies.strategy import HeadStrategy, kept_vectors
+from potluck.strategies.strategy import HeadStrategy, kept_vectors, takes_pairs
 from potluck.types.errors import CorruptError, DataError, RecipeError
 from potluck.types.ids import Digest
 from potluck.types.params import Fragment, Layout, Params
@@ -138,6 +140,16 @@ def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, t
             f"strategy {recipe.strategy.name} trains on this machine, with the devices' help, and needs data.shared; "
             f"data is {recipe.data.access}"
         )
+    if on_head and recipe.data.read_options().rows_per_record:
+        raise RecipeError(
+            f"strategy {recipe.strategy.name} predicts every token and data.format is {recipe.data.format!r}, of which "
+            "only answers are; choose a strategy whose workers hold the model"
+        )
+    if recipe.data.format == "preference" and not takes_pairs(strategy):
+        raise RecipeError(
+            f'strategy {recipe.strategy.name} trains on single sequences and data.format "preference" gives pairs; '
+            'use "chat" or "instruct"'
+        )
     spec = RunSpec(
         run_id=run_id,
         name=recipe.name,
@@ -196,6 +208,9 @@ def _made(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Pat
         training, held_out, corpus, facts = data.catalogue(), data.held_out(), data.corpus_digest, _facts(data)
         source = data.tokenizer_dir
     tokenizer_dir = keep_tokenizer(source, run_dir)
+    options = recipe.data.read_options()
+    if options.rows_per_record and tokenizer_dir is not None:
+        RecordForm(options, tokenizer_dir)  # a template that cannot be used is refused here, not on every worker
     return Frozen(
         training=training,
         held_out=held_out,
@@ -225,7 +240,7 @@ def _shared(
             objects.adopt(copy)
     for where in data.report.skipped:
         tell(f"skipped {where.file}:{where.line}: {where.reason}")
-    if data.report.num_skipped:
+    if data.report.is_flawed:
         tell(data.report.sentence())
     part = f", the first {recipe.data.max_bytes:,} bytes of it" if recipe.data.max_bytes else ""
     tell(

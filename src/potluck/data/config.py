@@ -6,8 +6,22 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Format = Literal["auto", "text", "jsonl", "parquet", "datasets", "tokens"]
+Format = Literal["auto", "text", "jsonl", "parquet", "datasets", "tokens", "instruct", "chat", "preference"]
 TokenType = Literal["uint16", "uint32", "int32"]
+
+RECORD_FIELDS: dict[str, tuple[str, ...]] = {
+    "instruct": ("instruction", "input", "output"),
+    "chat": ("messages",),
+    "preference": ("prompt", "chosen", "rejected"),
+}
+"""Formats whose data is records with answers (data/records.py), and the fields of a record."""
+
+
+def rows_per_record(format: object) -> int:
+    """Rows of tokens that a record of this format becomes; 0 for running text, which is cut where it comes."""
+    if format not in tuple(RECORD_FIELDS):
+        return 0
+    return 2 if format == "preference" else 1
 
 
 class TokenizerConfig(BaseModel):
@@ -40,10 +54,15 @@ class ReadOptions(BaseModel):
 
     format: Format = "auto"
     text_field: str = Field(default="text", min_length=1, max_length=200)
+    fields: dict[str, str] = Field(default={}, max_length=8)
     token_type: TokenType = "uint16"
     seq_len: int = Field(ge=1, le=1 << 20)
     validation: float = Field(default=0.05, ge=0, lt=1)
     max_bytes: int = Field(default=0, ge=0)
+
+    @property
+    def rows_per_record(self) -> int:
+        return rows_per_record(self.format)
 
 
 class DataConfig(BaseModel):
@@ -60,9 +79,15 @@ class DataConfig(BaseModel):
         default=False, description="every worker reads files of its own (`join --data`), which never leave it"
     )
     listed: str | None = Field(default=None, description="a manifest of files of which every worker has its own copy")
-    format: Format = Field(default="auto", description="how files are read; `auto` goes by their names")
+    format: Format = Field(
+        default="auto",
+        description="how files are read; `auto` goes by their names; instruct, chat and preference are records",
+    )
     text_field: str = Field(
         default="text", min_length=1, max_length=200, description="field or column that holds the text of a record"
+    )
+    fields: dict[str, str] = Field(
+        default={}, description='names of a record\'s fields where they are others: `{ output = "answer" }`'
     )
     token_type: TokenType = Field(default="uint16", description="what a raw `.bin` file of tokens holds")
     tokenizer: TokenizerConfig = Field(
@@ -85,7 +110,18 @@ class DataConfig(BaseModel):
             raise ValueError("a list of `validation` files goes with `shared` data only")
         if self.shared is None and self.tokenizer.train:
             raise ValueError("a tokenizer can be trained on `shared` data only; give `tokenizer.path`")
+        self._check_records()
         return self
+
+    def _check_records(self) -> None:
+        known = RECORD_FIELDS.get(self.format, ())
+        if strange := [name for name in self.fields if name not in known]:
+            have = f"has the fields {', '.join(known)}" if known else "has no fields to name"
+            raise ValueError(f"`fields` names {strange[0]!r} and format {self.format!r} {have}")
+        if known and self.tokenizer.train:
+            raise ValueError(f"a tokenizer is trained on text, not on format {self.format!r}; give `tokenizer.path`")
+        if known and self.listed is not None:
+            raise ValueError(f"format {self.format!r} goes with `shared` and `private` data; `listed` files are text")
 
     @property
     def access(self) -> Literal["shared", "private", "listed"]:
@@ -105,6 +141,7 @@ class DataConfig(BaseModel):
         return ReadOptions(
             format=self.format,
             text_field=self.text_field,
+            fields=self.fields,
             token_type=self.token_type,
             seq_len=self.seq_len,
             validation=0.0 if isinstance(self.validation, tuple) else self.validation,

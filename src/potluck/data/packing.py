@@ -151,7 +151,7 @@ def tokenise(texts: Iterable[str], tokenizer: TextTokenizer, path: Path) -> Toke
 
 @dataclass(frozen=True, kw_only=True)
 class PackedShard:
-    """A file that holds a bundle: `tokens`, uint16 or int32 [num_sequences, seq_len + 1]."""
+    """A file that holds a bundle: `tokens`, uint16 or int32 [num_sequences, seq_len + 1]; of pairs [..., 2, ...]."""
 
     path: Path
     digest: Digest
@@ -185,13 +185,7 @@ def pack(
         nonlocal waiting, num_waiting
         stream = np.concatenate(waiting)
         rows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len][:num_sequences]
-        path = folder / f"{len(shards):06d}.bundle"
-        # The number makes each shard's bytes, hence its name, its own, also where text repeats.
-        tensors = {"tokens": torch.from_numpy(rows.copy()), "number": torch.tensor([len(shards)], dtype=torch.int32)}
-        write_tensors(path, tensors)
-        shards.append(
-            PackedShard(path=path, digest=digest_file(path), num_sequences=num_sequences, num_bytes=path.stat().st_size)
-        )
+        shards.append(_written(folder, len(shards), rows.copy()))
         waiting = [stream[num_sequences * seq_len :]]
         num_waiting = len(waiting[0])
 
@@ -204,3 +198,23 @@ def pack(
     if left := num_sequences_in(num_waiting, seq_len):
         write(left)
     return tuple(shards)
+
+
+def pack_records(records: TokenArray, order: NDArray[np.int64], *, folder: Path) -> tuple[PackedShard, ...]:
+    """Records that are rows already (records.py), in that `order`: integer [num_records, ...]."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not len(order):
+        return ()
+    size = shard_size(len(order))
+    return tuple(
+        _written(folder, number, records[order[start : start + size]])
+        for number, start in enumerate(range(0, len(order), size))
+    )
+
+
+def _written(folder: Path, number: int, rows: TokenArray) -> PackedShard:
+    path = folder / f"{number:06d}.bundle"
+    # The number makes each shard's bytes, hence its name, its own, also where text repeats.
+    tensors = {"tokens": torch.from_numpy(rows), "number": torch.tensor([number], dtype=torch.int32)}
+    write_tensors(path, tensors)
+    return PackedShard(path=path, digest=digest_file(path), num_sequences=len(rows), num_bytes=path.stat().st_size)

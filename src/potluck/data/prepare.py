@@ -12,26 +12,29 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 
 from potluck.data.config import DataConfig, ReadOptions, TokenizerConfig
 from potluck.data.epoch import permutation
 from potluck.data.packing import (
     Division,
-    PackedShard,
     TokenDocuments,
     divide,
     divided_texts,
     num_sequences_in,
     pack,
+    pack_records,
     tokenise,
 )
+from potluck.data.prepared import PreparedData, facts_of, open_prepared
 from potluck.data.readers import Reader, ReadReport
-from potluck.data.shards import Shard
+from potluck.data.records import RecordForm, Records
 from potluck.data.sources import Source, corpus_digest, find_sources
 from potluck.data.token_arrays import check_vocabulary, document_stops, highest_token, open_tokens, token_type_for
 from potluck.data.tokenizer import TextTokenizer, copy_tokenizer, pack_tokenizer, train_bpe
@@ -43,47 +46,6 @@ from potluck.types.ids import Digest
 _version = 2
 _max_training_chars = 200_000_000  # of text that a tokenizer is trained on; its memory grows with it
 _block_sequences = 64  # arrays of tokens without an end-of-text token: this many sequences are a document
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedData:
-    """Shards on disk and the facts about them. Token counts are of the streams, dropped tails included."""
-
-    digest: Digest  # of everything the result depends on
-    corpus_digest: Digest  # of the training files' names and contents
-    folder: Path
-    seq_len: int
-    vocab_size: int  # the tokenizer's
-    highest_token: int  # that occurs
-    shards: tuple[PackedShard, ...]
-    validation: tuple[PackedShard, ...]
-    num_documents: int
-    num_validation_documents: int
-    num_tokens: int
-    num_validation_tokens: int
-    num_dropped_tokens: int  # of both, at the end of the streams
-    report: ReadReport
-
-    @property
-    def tokenizer_dir(self) -> Path | None:
-        """The tokenizer in Hugging Face form; None for arrays of tokens that came without one."""
-        folder = self.folder / "tokenizer"
-        return folder if folder.is_dir() else None
-
-    @property
-    def num_sequences(self) -> int:
-        return sum(s.num_sequences for s in self.shards)
-
-    @property
-    def num_validation_sequences(self) -> int:
-        return sum(s.num_sequences for s in self.validation)
-
-    def catalogue(self) -> tuple[Shard, ...]:
-        """What the dealer deals from."""
-        return tuple(Shard(name=s.digest, num_sequences=s.num_sequences) for s in self.shards)
-
-    def held_out(self) -> tuple[Shard, ...]:
-        return tuple(Shard(name=s.digest, num_sequences=s.num_sequences) for s in self.validation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +149,7 @@ def _prepare(job: _Job, cache_dir: Path) -> PreparedData:
     corpus = corpus_digest(job.sources)
     digest = _digest(job, corpus)
     final = cache_dir / f"data-{digest.split(':')[-1][:32]}"
-    data = _open(final, digest) or _made(job, cache_dir, final, {"digest": digest, "corpus_digest": corpus})
+    data = open_prepared(final, digest) or _made(job, cache_dir, final, {"digest": digest, "corpus_digest": corpus})
     if job.vocab_size and data.highest_token >= job.vocab_size:
         raise DataError(
             f"the data holds token {data.highest_token} and the model's vocabulary has {job.vocab_size:,} entries; "
@@ -213,6 +175,8 @@ def _digest(job: _Job, corpus: Digest) -> Digest:
         tokenizer = f"bpe/{job.tokenizer.vocab_size}/{tokenizers.__version__}"
     elif job.tokenizer_dir is not None:
         tokenizer = str(digest_bytes(_packed(job.tokenizer_dir)))
+        if job.options.rows_per_record:
+            tokenizer += f"/{version('transformers')}"  # which renders chat templates
     else:
         tokenizer = f"none/{job.vocab_size}"
     held_out = corpus_digest(job.held_out) if job.held_out else ""
@@ -231,6 +195,8 @@ def _packed(folder: Path) -> bytes:
 
 def _make(job: _Job, folder: Path, scratch: Path) -> dict[str, Any]:
     """Everything but the publication: writes tokenizer and shards to `folder`, returns what prepared.json says."""
+    if job.options.rows_per_record:
+        return _from_records(job, folder, scratch)
     if job.is_tokens:
         training, validation, vocab_size, report = _from_arrays(job, folder)
     else:
@@ -257,18 +223,52 @@ def _make(job: _Job, folder: Path, scratch: Path) -> dict[str, Any]:
     )
     kept = sum(sum(s.num_sequences for s in part) * seq_len + 1 for part in (shards, held_out) if part)
     arrays = (*training.arrays, *validation.arrays)
-    return {
-        "vocab_size": vocab_size,
-        "highest_token": max((highest_token(folder, array) for array in arrays), default=0),
-        "shards": [[s.path.name, s.digest, s.num_sequences, s.num_bytes] for s in shards],
-        "validation": [[s.path.name, s.digest, s.num_sequences, s.num_bytes] for s in held_out],
-        "num_documents": len(training),
-        "num_validation_documents": len(validation),
-        "num_tokens": num_tokens,
-        "num_validation_tokens": num_validation,
-        "num_dropped_tokens": num_tokens + num_validation - kept,
-        "report": report.to_json(),
-    }
+    return facts_of(
+        shards,
+        held_out,
+        report,
+        vocab_size=vocab_size,
+        highest_token=max((highest_token(folder, array) for array in arrays), default=0),
+        num_documents=len(training),
+        num_validation_documents=len(validation),
+        num_tokens=num_tokens,
+        num_validation_tokens=num_validation,
+        num_dropped_tokens=num_tokens + num_validation - kept,
+    )
+
+
+def _from_records(job: _Job, folder: Path, scratch: Path) -> dict[str, Any]:
+    assert job.tokenizer_dir is not None
+    copy_tokenizer(job.tokenizer_dir, folder / "tokenizer")
+    form = RecordForm(job.options, folder / "tokenizer")
+    job.tell("tokenising")
+    reader, given = job.reader(job.sources), job.reader(job.held_out)
+    records, report = Records.collect(reader.records(form), scratch / "records.bin"), reader.report()
+    everything = np.arange(len(records.rows))
+    if job.held_out:
+        validation, training = Records.collect(given.records(form), scratch / "validation.bin"), everything
+        held, report = np.arange(len(validation.rows)), report.joined(given.report())
+    else:
+        division = divide([1] * len(everything), job.options.validation, job.seed)
+        is_held = np.array([division.is_held_out(i) or i == division.cut_document for i in everything.tolist()], bool)
+        validation, training, held = records, everything[~is_held], everything[is_held]
+    if not len(training) or (not len(held) and job.options.validation > 0):
+        what = "validation" if len(training) else "training"
+        raise DataError(f"the data holds {report.num_documents:,} records and none is left for {what}; add some")
+    job.tell("packing sequences")
+    order = training[permutation(f"{job.seed}/documents", len(training))]
+    return facts_of(
+        pack_records(records.rows, order, folder=folder / "training"),
+        pack_records(validation.rows, held, folder=folder / "validation"),
+        replace(report, num_cut=form.num_cut),
+        vocab_size=form.tokenizer.vocab_size,
+        highest_token=max(records.highest_token, validation.highest_token),
+        num_documents=len(training),
+        num_validation_documents=len(held),
+        num_tokens=int(records.num_predicted[training].sum()),
+        num_validation_tokens=int(validation.num_predicted[held].sum()),
+        num_dropped_tokens=0,
+    )
 
 
 def _from_text(job: _Job, folder: Path, scratch: Path) -> tuple[TokenDocuments, TokenDocuments, int, ReadReport]:
@@ -328,30 +328,11 @@ def _publish(made: Path, final: Path, digest: Digest) -> PreparedData:
     try:
         os.rename(made, final)
     except OSError:
-        ready = _open(final, digest)  # another process was quicker
+        ready = open_prepared(final, digest)  # another process was quicker
         if ready is not None:
             return ready
         shutil.rmtree(final, ignore_errors=True)  # what was there is not whole
         os.rename(made, final)
-    ready = _open(final, digest)
+    ready = open_prepared(final, digest)
     assert ready is not None
     return ready
-
-
-def _open(folder: Path, digest: Digest) -> PreparedData | None:
-    """What was prepared before, or None if it is not there or not whole."""
-    try:
-        facts: dict[str, Any] = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
-        if facts["digest"] != digest:
-            return None
-        facts["report"] = ReadReport.from_json(facts["report"])
-        for part, place in (("shards", "training"), ("validation", "validation")):
-            facts[part] = tuple(
-                PackedShard(path=folder / place / name, digest=Digest(d), num_sequences=n, num_bytes=size)
-                for name, d, n, size in facts[part]
-            )
-            if any(s.path.stat().st_size != s.num_bytes for s in facts[part]):
-                return None
-        return PreparedData(folder=folder, **facts)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -1,24 +1,26 @@
 """Documents from text files, JSON lines, parquet files and saved `datasets` directories; nothing is held whole.
 
 A text file is one document. Longer than 1 MiB, it becomes several, cut at blank lines where there are any. In JSON
-lines and tables each record is one. A record that cannot be used is skipped, counted and reported with its place; a
-source without a single usable document is an error.
+lines and tables each row is one, or whatever a `Form` makes of it. A row that cannot be used is skipped, counted and
+reported with its place; a source without a single usable one is an error.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from potluck.data.forms import Form, TextForm, Unusable
 from potluck.data.sources import Source, unreadable
 from potluck.types.errors import DataError
 
 MAX_DOCUMENT_BYTES = 1 << 20  # of a text file; records of other formats are taken as they are
 MAX_LINE_BYTES = 64 << 20
 _max_reported = 20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,19 @@ class ReadReport:
     num_skipped: int = 0
     skipped: tuple[Skipped, ...] = ()  # the first 20
     truncated: bool = False  # `max_bytes` was reached
+    num_cut: int = 0  # records that lost their beginning, for they are longer than a sequence
+
+    @property
+    def is_flawed(self) -> bool:
+        """Whether something of it was left out that `max_bytes` does not explain."""
+        return self.num_skipped + self.num_cut > 0
 
     def sentence(self) -> str:
         """Counts only: fit to be sent to others."""
         end = ", the rest left out by `max_bytes`" if self.truncated else ""
         skipped = f"; {self.num_skipped:,} records or files skipped" if self.num_skipped else ""
-        return f"{self.num_documents:,} documents, {self.num_bytes / 1e6:.1f} MB of text{end}{skipped}"
+        cut = f"; {self.num_cut:,} records cut at their beginning" if self.num_cut else ""
+        return f"{self.num_documents:,} documents, {self.num_bytes / 1e6:.1f} MB of text{end}{skipped}{cut}"
 
     def joined(self, other: ReadReport) -> ReadReport:
         """Of two readings together."""
@@ -57,6 +66,7 @@ class ReadReport:
             num_skipped=self.num_skipped + other.num_skipped,
             skipped=(*self.skipped, *other.skipped)[:_max_reported],
             truncated=self.truncated or other.truncated,
+            num_cut=self.num_cut + other.num_cut,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -67,6 +77,7 @@ class ReadReport:
             "num_skipped": self.num_skipped,
             "skipped": skipped,
             "truncated": self.truncated,
+            "num_cut": self.num_cut,
         }
 
     @staticmethod
@@ -78,6 +89,7 @@ class ReadReport:
             num_skipped=int(value["num_skipped"]),
             skipped=skipped,
             truncated=bool(value["truncated"]),
+            num_cut=int(value["num_cut"]),
         )
 
 
@@ -107,6 +119,10 @@ class Reader:
 
     def documents(self) -> Iterator[str]:
         """One pass. DataError if a named file cannot be used, or if nothing at all was found."""
+        return self.records(TextForm(self.text_field))
+
+    def records(self, form: Form[T]) -> Iterator[T]:
+        """As `documents`, with what `form` makes of each row. Only `TextForm` goes with text files."""
         self._num_documents = self._num_bytes = self._num_skipped = 0
         self._skipped, self._truncated = [], False
         for path in self.unknown:
@@ -114,14 +130,13 @@ class Reader:
         for source in self.sources:
             before, skipped_before = self._num_documents, len(self._skipped)
             try:
-                for text in self._read(source):
-                    num_bytes = len(text.encode())
+                for document, num_bytes in self._read(source, form):
                     if self.max_bytes and self._num_bytes + num_bytes > self.max_bytes and self._num_documents:
                         self._truncated = True
                         return
                     self._num_documents += 1
                     self._num_bytes += num_bytes
-                    yield text
+                    yield document
             except OSError as error:
                 self._fault(source, unreadable(source.path, error))
             except DataError as error:
@@ -145,16 +160,16 @@ class Reader:
         if len(self._skipped) < _max_reported:
             self._skipped.append(Skipped(file, line, reason))
 
-    def _read(self, source: Source) -> Iterator[str]:
+    def _read(self, source: Source, form: Form[T]) -> Iterator[tuple[T, int]]:
         match source.kind:
             case "text":
-                return self._text(source)
+                return (form.of_row({form.required[0]: text}) for text in self._text(source))
             case "jsonl":
-                return self._json_lines(source)
+                return self._json_lines(source, form)
             case "parquet":
-                return self._parquet(source)
+                return self._parquet(source, form)
             case "datasets":
-                return self._saved_dataset(source)
+                return self._saved_dataset(source, form)
             case "tokens":
                 raise AssertionError("arrays of tokens are opened, not read")
 
@@ -176,7 +191,7 @@ class Reader:
                 if at_end:
                     return
 
-    def _json_lines(self, source: Source) -> Iterator[str]:
+    def _json_lines(self, source: Source, form: Form[T]) -> Iterator[tuple[T, int]]:
         with source.path.open("rb") as file:
             number = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
@@ -195,39 +210,37 @@ class Reader:
                     continue
                 if not isinstance(value, dict):
                     self._skip(source.name, number, f"a JSON object is needed, not a {type(value).__name__}")
-                elif self.text_field not in value:
-                    self._skip(source.name, number, f"it has no field {self.text_field!r}")
+                elif missing := [name for name in form.required if name not in value]:
+                    self._skip(source.name, number, f"it has no field {missing[0]!r}")
                 else:
-                    yield from self._usable(source, number, value[self.text_field])
+                    yield from self._usable(source, number, value, form)
 
-    def _usable(self, source: Source, number: int, text: object) -> Iterator[str]:
-        if not isinstance(text, str):
-            self._skip(source.name, number, f"{self.text_field!r} holds no text but a {type(text).__name__}")
-        elif not text.strip():
-            self._skip(source.name, number, f"{self.text_field!r} is empty")
-        elif not _is_unicode(text):
-            self._skip(source.name, number, f"{self.text_field!r} holds half a surrogate pair, which is not text")
+    def _usable(self, source: Source, number: int, row: Mapping[str, Any], form: Form[T]) -> Iterator[tuple[T, int]]:
+        try:
+            made = form.of_row(row)
+        except Unusable as reason:
+            self._skip(source.name, number, str(reason))
         else:
-            yield text
+            yield made
 
-    def _parquet(self, source: Source) -> Iterator[str]:
+    def _parquet(self, source: Source, form: Form[T]) -> Iterator[tuple[T, int]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
             with pq.ParquetFile(source.path) as file:
-                self._check_column(source, file.schema_arrow.names)
+                columns = _columns(source, file.schema_arrow.names, form)
                 number = 0
-                for batch in file.iter_batches(batch_size=256, columns=[self.text_field]):
-                    for value in batch.column(0).to_pylist():
+                for batch in file.iter_batches(batch_size=256, columns=columns):
+                    for row in batch.to_pylist():
                         number += 1
-                        yield from self._usable(source, number, value)
+                        yield from self._usable(source, number, row, form)
         except (pa.ArrowException, UnicodeDecodeError) as error:
             raise DataError(
                 f"{source.path} is not a whole parquet file: {_first_line(error)}; write it again"
             ) from error
 
-    def _saved_dataset(self, source: Source) -> Iterator[str]:
+    def _saved_dataset(self, source: Source, form: Form[T]) -> Iterator[tuple[T, int]]:
         import datasets
 
         try:
@@ -243,19 +256,18 @@ class Reader:
                     f"{source.path} has the splits {', '.join(splits)} and none named train; name one's folder"
                 )
             loaded = loaded["train"]
-        self._check_column(source, list(loaded.column_names))
-        number = 0
-        for batch in loaded.select_columns([self.text_field]).iter(batch_size=256):
-            for value in batch[self.text_field]:
-                number += 1
-                yield from self._usable(source, number, value)
+        columns = _columns(source, list(loaded.column_names), form)
+        for number, row in enumerate(loaded.select_columns(columns), start=1):
+            yield from self._usable(source, number, row, form)
 
-    def _check_column(self, source: Source, columns: Sequence[str]) -> None:
-        if self.text_field not in columns:
-            raise DataError(
-                f"{source.path} has the columns {', '.join(columns[:20])} and none named {self.text_field!r}; "
-                "set `data.text_field`"
-            )
+
+def _columns(source: Source, there: Sequence[str], form: Form[Any]) -> list[str]:
+    """Those of a table that the form reads."""
+    if missing := [name for name in form.required if name not in there]:
+        raise DataError(
+            f"{source.path} has the columns {', '.join(there[:20])} and none named {missing[0]!r}; set `{form.setting}`"
+        )
+    return [*form.required, *(name for name in form.optional if name in there)]
 
 
 def _cut(data: bytes) -> int:
@@ -282,14 +294,6 @@ def _decode(path: Path, data: bytes, offset: int) -> str:
             return text.removeprefix("\ufeff") if offset == 0 else text
         at, what = offset + zero, "a zero byte"
     raise DataError(f"{path} is not text: {what} at byte offset {at:,}; convert it to UTF-8 or leave it out")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _first_line(error: Exception) -> str:

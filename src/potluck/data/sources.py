@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from potluck.data.config import Format
+from potluck.data.config import RECORD_FIELDS, Format
 from potluck.data.stdlib import NAME as STDLIB
 from potluck.data.stdlib import stdlib_files, stdlib_root
 from potluck.storage.digest import digest_bytes, digest_file
@@ -80,7 +80,8 @@ def _find(path: Path, given: str, format: Format) -> tuple[list[Source], list[Pa
         inside = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
         sources, unknown = _sort(inside, path, format)
     elif path.exists():
-        return [Source(path, path.name, _kind(path, format) or "text", True)], []
+        usual: Kind = "jsonl" if format in RECORD_FIELDS else "text"
+        return [Source(path, path.name, _kind(path, format) or usual, True)], []
     elif glob.has_magic(given):
         sources, unknown = _sort(map(Path, glob.iglob(str(path), recursive=True)), path.parent, format)
     else:
@@ -106,10 +107,15 @@ def _sort(found: Iterable[Path], root: Path, format: Format) -> tuple[list[Sourc
 
 
 def _kind(path: Path, format: Format) -> Kind | None:
-    if format != "auto":
-        return format
     suffix = path.suffix.lower()
-    return "text" if suffix in _text_suffixes else _suffixes.get(suffix)
+    match format:
+        case "auto":
+            return "text" if suffix in _text_suffixes else _suffixes.get(suffix)
+        case "instruct" | "chat" | "preference":
+            kind = _suffixes.get(suffix)
+            return kind if kind != "tokens" else None
+        case _:
+            return format
 
 
 def _is_saved_dataset(path: Path) -> bool:

@@ -1,7 +1,8 @@
 """What a device reads: batches of sequences, from spans it was dealt or from files of its own.
 
-A source is an `Iterator` of int64 [at most batch_size, seq_len + 1]. A `SpanSource` ends with its spans; a
-`PrivateSource` never ends, and its cursor is all that must be kept to go on where it stopped.
+A source is an `Iterator` of int64 [at most batch_size, seq_len + 1], of pairs [at most batch_size, 2, seq_len + 1]; in
+records with answers, tokens that are not to be predicted are complements (records.py). A `SpanSource` ends with
+its spans; a `PrivateSource` never ends, and its cursor is all that must be kept to go on where it stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from potluck.types.errors import CorruptError
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences on disk or in memory: integer [num_sequences, seq_len + 1], rows possibly sharing a token."""
+    """Sequences on disk or in memory: integer [num_sequences, seq_len + 1], rows possibly sharing a token.
+
+    A pair counts as one sequence, of two rows: integer [num_sequences, 2, seq_len + 1].
+    """
 
     rows: TokenArray
     keep: Any = None  # what the rows are a view of
@@ -36,7 +40,7 @@ class Sequences:
         return len(self.rows)
 
     def take(self, indices: NDArray[np.int64]) -> Tensor:
-        """int64 [len(indices), seq_len + 1], a copy."""
+        """int64 [len(indices), ...], a copy."""
         return torch.from_numpy(np.asarray(self.rows[indices], dtype=np.int64))
 
 
@@ -49,14 +53,16 @@ def stream_sequences(tokens: TokenArray, seq_len: int) -> Sequences:
     return Sequences(windows[::seq_len][:num_sequences], tokens)
 
 
-def open_shard(path: Path, *, seq_len: int, vocab_size: int) -> Sequences:
+def open_shard(path: Path, *, seq_len: int, vocab_size: int, rows_per_record: int = 0) -> Sequences:
     """A packed shard that came from elsewhere, mapped into memory and read once to check its tokens.
 
     CorruptError if it does not hold sequences of this run.
     """
-    sequences = _map_shard(path, seq_len)
+    sequences = _map_shard(path, seq_len, rows_per_record)
     low, high = int(sequences.rows.min()), int(sequences.rows.max())
-    if low < 0 or high >= vocab_size:
+    if rows_per_record and not (sequences.rows[..., 1:] >= 0).any(axis=-1).all():
+        raise CorruptError(f"shard {path.name} holds a record without a token to predict; fetch it again")
+    if low < (-vocab_size if rows_per_record else 0) or high >= vocab_size:
         raise CorruptError(
             f"shard {path.name} holds tokens from {low} to {high} and the vocabulary has {vocab_size:,} entries; "
             "fetch it again"
@@ -64,15 +70,16 @@ def open_shard(path: Path, *, seq_len: int, vocab_size: int) -> Sequences:
     return sequences
 
 
-def _map_shard(path: Path, seq_len: int) -> Sequences:
+def _map_shard(path: Path, seq_len: int, rows_per_record: int) -> Sequences:
+    shape = (2, seq_len + 1) if rows_per_record == 2 else (seq_len + 1,)
     with Bundle.open(path) as bundle:
         if "tokens" not in bundle.entries:
             raise CorruptError(f"{path.name} holds no tokens and is no data shard; fetch it again")
         rows = bundle.tensor("tokens").numpy()  # outlives the bundle
-    if rows.ndim != 2 or rows.shape[1] != seq_len + 1 or rows.dtype.kind not in "iu" or not len(rows):
+    if not rows.ndim or rows.shape[1:] != shape or rows.dtype.kind not in "iu" or not len(rows):
         raise CorruptError(
             f"shard {path.name} holds {rows.dtype} {list(rows.shape)} and this run needs whole numbers "
-            f"[any, {seq_len + 1}]; fetch it again"
+            f"[any, {', '.join(map(str, shape))}]; fetch it again"
         )
     return Sequences(rows)
 
@@ -152,9 +159,10 @@ class PrivateSource:
         seed: int,
         batch_size: int,
         cursor: Cursor = START,
+        rows_per_record: int = 0,
     ) -> None:
         self._shards = tuple(shards)
-        self._seq_len = seq_len
+        self._seq_len, self._rows_per_record = seq_len, rows_per_record
         self._parts: dict[int, Sequences] = {}  # mapped when first read
         self._ends = np.cumsum([s.num_sequences for s in shards])
         self.num_sequences = int(self._ends[-1])
@@ -190,7 +198,7 @@ class PrivateSource:
         part = int(np.searchsorted(self._ends, index, side="right"))
         start = int(self._ends[part - 1]) if part else 0
         if part not in self._parts:  # made and checked on this machine
-            self._parts[part] = _map_shard(self._shards[part].path, self._seq_len)
+            self._parts[part] = _map_shard(self._shards[part].path, self._seq_len, self._rows_per_record)
         return self._parts[part].take(np.array([index - start]))
 
 

@@ -259,8 +259,9 @@ class Intake:
         num_steps, most = scalars.get("num_steps"), lease.num_sequences // lease.sequences_per_step
         if not isinstance(num_steps, int) or not 1 <= num_steps <= most:
             raise Refused(f"it claims {num_steps} steps where 1 to {most} are possible")
-        needed = num_steps * lease.sequences_per_step * self._fleet.run.seq_len
-        if scalars.get("num_tokens") != needed:
+        least, most = self._fleet.run.predicted_tokens(num_steps * lease.sequences_per_step)
+        if not least <= scalars.get("num_tokens", 0) <= most:
+            needed = str(least) if least == most else f"{least} to {most}"
             raise Refused(f"it claims {scalars.get('num_tokens')} tokens and {num_steps} steps, which have {needed}")
 
     def _check_tokens(self, lease: pb.Lease, num_tokens: Any, num_sequences: int) -> None:
@@ -273,8 +274,8 @@ class Intake:
             return
         least, most = 0, MAX_OWN_TOKENS
         if lease.spans or lease.num_sequences:
-            most = num_sequences * self._fleet.run.seq_len
-            least = 1 if lease.kind == "session" or lease.sequences_per_step else most
+            least, most = self._fleet.run.predicted_tokens(num_sequences)
+            least = 1 if lease.kind == "session" or lease.sequences_per_step else least
         if not isinstance(num_tokens, int) or not least <= num_tokens <= most:
             possible = f"{least} to {most} are" if least < most else f"only {most} are"
             raise Refused(f"it claims {num_tokens} tokens where {possible} possible")

@@ -7,6 +7,9 @@ rows at a time, so that memory does not grow with tokens times vocabulary:
     z = h W^T        dz = softmax(z) - onehot(y)        dh = dz W        dW = dz^T h
 
 The matrix products are the ones a plain backward pass does, so this costs no recomputation.
+
+In records with answers only some tokens are to be predicted; the others are stored as complements (data/records.py).
+Their logits are not even made where logits are made in chunks.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ MAX_WHOLE_BYTES = 64 << 20
 """Logits up to this size (fp32) are held as a whole."""
 CHUNK_BYTES = 32 << 20
 """Logits held at a time where they are bigger."""
+_ignored = -1
 
 
 class HeadProducts(Protocol):
@@ -38,6 +42,16 @@ def even_rows(num_rows: int, most: int) -> int:
     return -(-num_rows // -(-num_rows // most))
 
 
+def inputs_of(tokens: Tensor) -> Tensor:
+    """What the model is given of tokens, some of which may be complements. integer, of the same shape."""
+    return torch.maximum(tokens, ~tokens)
+
+
+def num_predicted(tokens: Tensor) -> int:
+    """How many tokens of these sequences are to be predicted. integer [..., seq_len + 1]"""
+    return int((tokens[..., 1:] >= 0).sum())
+
+
 class NativeHead:
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return hidden @ weight.T
@@ -53,7 +67,10 @@ class NativeHead:
 
 
 class TokenLoss:
-    """Losses of one model. tokens: int64 [batch, seq_len + 1] on the model's device. `head` multiplies for chunks."""
+    """Losses of one model. tokens: int64 [batch, seq_len + 1] on the model's device. `head` multiplies for chunks.
+
+    `marked`: tokens are of records, and complements among them are not predicted.
+    """
 
     def __init__(
         self,
@@ -64,7 +81,9 @@ class TokenLoss:
         max_whole_bytes: int = MAX_WHOLE_BYTES,
         chunk_bytes: int = CHUNK_BYTES,
         head: HeadProducts | None = None,
+        marked: bool = False,
     ) -> None:
+        self._marked = marked
         self._module, self._vocab_size, self._autocast = module, vocab_size, autocast
         self._max_whole_bytes = max_whole_bytes
         self._head = head or NativeHead()
@@ -89,16 +108,22 @@ class TokenLoss:
 
     def _loss(self, tokens: Tensor, divisor: int, autocast: torch.dtype | None) -> Tensor:
         inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
+        if self._marked:
+            inputs = inputs_of(inputs)
         if 4 * targets.numel() * self._vocab_size > self._max_whole_bytes and self.is_split(inputs):
             hidden = _base(self._module)(input_ids=inputs, use_cache=False, return_dict=True)[0]
             weight = _head(self._module).weight
             hidden = hidden.reshape(-1, hidden.shape[-1])
+            if self._marked:
+                hidden, targets = hidden[targets >= 0], targets[targets >= 0]
             return _LinearCrossEntropy.apply(hidden, weight, targets, self._chunk_rows, divisor, autocast, self._head)
         logits = self._module(input_ids=inputs, use_cache=False, return_dict=True).logits
         logits = logits.reshape(-1, logits.shape[-1]).float()
-        if divisor == targets.numel():
+        if self._marked:
+            targets = targets.clamp(min=_ignored)
+        elif divisor == targets.numel():
             return cross_entropy(logits, targets)
-        return cross_entropy(logits, targets, reduction="sum") / divisor
+        return cross_entropy(logits, targets, ignore_index=_ignored, reduction="sum") / divisor
 
     def is_split(self, inputs: Tensor) -> bool:
         """Whether head(base(x)) is the whole model: asked once, of the model itself, on two tokens."""
@@ -149,8 +174,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = torch.empty_like(hidden) if needs_hidden else None
             grad_weight = torch.zeros_like(weight) if needs_weight else None
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            even = even_rows(hidden.shape[0], chunk_rows)
-            for start in range(0, hidden.shape[0], even):
+            num_rows = hidden.shape[0]
+            even = even_rows(num_rows, chunk_rows) if num_rows else 1
+            for start in range(0, num_rows, even):
                 rows = slice(start, start + even)
                 h, y = hidden[rows].to(w.dtype), targets[rows]
                 logits = head.logits(h, w).float()

@@ -110,7 +110,8 @@ class Replica(Protocol):
 
     def batches(self) -> Iterator[Tensor]:
         """The data this task was given, as integer [at most batch_size, seq_len + 1]; ends with a task's validation
-        data, and never for training data."""
+        data, and never for training data. Where a run's data is records, tokens that are not to be predicted are
+        complements: models.loss says what to give the model."""
         ...
 
     def load(self, theta: Vector | Tensor) -> None:

@@ -14,6 +14,7 @@ from potluck.codecs.bundle import flat_size
 from potluck.codecs.delta import CHANGE, WHOLE
 from potluck.codecs.policy import CodecPolicy, CodecRule
 from potluck.codecs.spec import CodecSpec, parse_spec
+from potluck.data.config import rows_per_record
 from potluck.optim.inner import InnerConfig
 from potluck.planner.compression import CompressionConfig
 from potluck.strategies.state import State
@@ -47,6 +48,11 @@ class RunSpec(BaseModel):
     devices_hold_model: bool = True  # False: they do pieces of products, and the model is nowhere but on the head
     kept_vectors: float = Field(default=0.0, ge=0, le=1000)  # strategies/strategy.py
     up_rules: list[dict[str, Any]] = []  # which tensors of a result go in which codec: codecs/policy.py
+
+    @property
+    def rows_per_record(self) -> int:
+        """Of the run's data: data/config.py."""
+        return rows_per_record(self.data_options.get("format"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,13 @@ class RunFacts:
     balances: bool = False  # whether slower workers may be given less to do
     model_config: Mapping[str, Any] = field(default_factory=dict[str, Any])  # a transformers configuration
     precision: str = "fp32"
+    rows_per_record: int = 0  # 0: data is running text, of which every token is predicted
+
+    def predicted_tokens(self, num_sequences: int) -> tuple[int, int]:
+        """The least and the most that so many sequences have. Of a record it is for its owner to say how many."""
+        most = num_sequences * self.seq_len
+        rows = num_sequences * self.rows_per_record
+        return (rows, rows * self.seq_len) if rows else (most, most)
 
     def refuse_balance(self, what: str) -> None:
         """RecipeError where the recipe asks for work by speed and `what`, a setting, gives every worker as much."""

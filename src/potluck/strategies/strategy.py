@@ -50,6 +50,11 @@ def kept_vectors(strategy: Strategy) -> float:
     return float(getattr(strategy, "kept_vectors", 0.0))
 
 
+def takes_pairs(strategy: Strategy) -> bool:
+    """Whether its tasks train on pairs, integer [at most batch_size, 2, seq_len + 1]: its attribute of this name."""
+    return bool(getattr(strategy, "takes_pairs", False))
+
+
 @runtime_checkable
 class OwnValidation(Protocol):
     """A method that validates its model itself, since its workers have the parameters without being sent them."""

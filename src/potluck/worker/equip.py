@@ -58,7 +58,7 @@ async def equip(
             spec, run_folder.objects, data=data, cache_dir=run_folder.root / "data", tokenizer=tokenizer
         )
     )
-    if sources.own is not None and sources.own.report.num_skipped:
+    if sources.own is not None and sources.own.report.is_flawed:
         for where in sources.own.report.skipped:
             told(f"skipped {where.file}:{where.line}: {where.reason}")  # the place is for the owner only
         note(sources.own.report.sentence())

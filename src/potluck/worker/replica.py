@@ -20,7 +20,7 @@ from potluck.models.build import checkpoint_activations, skeleton
 from potluck.models.device import Hardware, choose_precision, free_and_total_memory, this_machine
 from potluck.models.family import has_dropout
 from potluck.models.flat import FlatModel
-from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES, TokenLoss
+from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES, TokenLoss, num_predicted
 from potluck.optim.inner import learning_rate
 from potluck.planner.memory import ModelDims, TrainingMemory, check_fits, training_memory
 from potluck.strategies.replica import Kept, Loss, Mailbox, Step, TaskCancelled
@@ -74,7 +74,8 @@ class TorchReplica:
         if spec.inner.checkpoint_activations:
             checkpoint_activations(self._flat.module)
         autocast = None if is_bf16 else self.precision.autocast
-        self._loss = TokenLoss(self._flat.module, vocab_size=vocab_size, autocast=autocast)
+        marked = spec.rows_per_record > 0
+        self._loss = TokenLoss(self._flat.module, vocab_size=vocab_size, autocast=autocast, marked=marked)
         self._loaded: Vector | None = None  # where weights are rounded: what they were rounded from
         self._has_dropout = has_dropout(spec.model_config_json)
         self._optimizer = InnerOptimizer(self._flat, spec.inner)
@@ -208,7 +209,8 @@ class TorchReplica:
     def train_step(self, *, progress: float) -> Step:
         started = self._now()
         batches = self._micro_batches()
-        num_tokens = sum(_num_tokens(batch) for batch in batches)
+        num_tokens = sum(map(num_predicted, batches))
+        _check_predicted(num_tokens)
         lr = learning_rate(self._inner, progress)
         loss = self._backward(batches, divisor=num_tokens)
         if self._steering is not None:
@@ -233,8 +235,9 @@ class TorchReplica:
                     f"the task's data ended {missing} sequences short of the {num_sequences} it needs; check the data"
                 )
             missing -= len(batch)
-            num_tokens += _num_tokens(batch)
+            num_tokens += num_predicted(batch)
             loss_sum += self._backward([batch], divisor=1)
+        _check_predicted(num_tokens)
         summed = self._flat.gradient()
         self._flat.clear_gradients()
         self._check_finite(loss_sum, float(sum(torch.aminmax(summed))), None)
@@ -246,7 +249,7 @@ class TorchReplica:
         for batch in tokens.split(self._inner.batch_size):
             self._stop_if_cancelled()
             loss_sum += float(self._loss.evaluate(self._on_device(batch)))
-        return Loss(loss_sum, _num_tokens(tokens))
+        return Loss(loss_sum, num_predicted(tokens))
 
     # How
 
@@ -325,8 +328,9 @@ def _read_shape(spec: RunSpec) -> tuple[Layout, int]:
     return layout, vocab_size
 
 
-def _num_tokens(batch: Tensor) -> int:
-    return batch.shape[0] * (batch.shape[1] - 1)
+def _check_predicted(num_tokens: int) -> None:
+    if not num_tokens:
+        raise DataError("the data of a step holds no token to predict; check the data")
 
 
 def replica_memory(spec: RunSpec, num_params: int, *, precision: str) -> TrainingMemory:

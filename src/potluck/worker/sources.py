@@ -13,7 +13,8 @@ from torch import Tensor
 
 from potluck.data.config import ReadOptions
 from potluck.data.listed import ListedFiles
-from potluck.data.prepare import PreparedData, prepare_private
+from potluck.data.prepare import prepare_private
+from potluck.data.prepared import PreparedData
 from potluck.data.shards import Span
 from potluck.data.stream import Cursor, PrivateSource, Sequences, SpanSource, held_out_batches, open_shard
 from potluck.data.tokenizer import TextTokenizer, unpack_tokenizer
@@ -81,11 +82,13 @@ class Sources:
     def _own(self, lease: pb.Lease, batch_size: int) -> Fed:
         if self.own is None:
             raise DataError("this run trains on private text and none was given; start the worker with --data FILE")
-        seq_len, vocab_size = self.spec.seq_len, self.vocab_size
         if lease.held_out:
-            parts = [open_shard(s.path, seq_len=seq_len, vocab_size=vocab_size) for s in self.own.validation]
+            parts = [self._open_shard(s.path) for s in self.own.validation]
             return Fed(batch for part in parts for batch in held_out_batches(part, batch_size))
-        private = PrivateSource(self.own.shards, seq_len=seq_len, seed=self.spec.seed, batch_size=batch_size)
+        private = PrivateSource(
+            self.own.shards, seq_len=self.spec.seq_len, seed=self.spec.seed, batch_size=batch_size,
+            rows_per_record=self.spec.rows_per_record,
+        )  # fmt: skip
         return Fed(private, private)
 
     def _sequences(self, span: Span) -> Sequences:
@@ -96,12 +99,16 @@ class Sources:
         self._shards_read[digest] = None
         if len(self._shards_read) > 2 * MAX_SHARDS_KEPT:
             self._shards_read = dict.fromkeys(list(self._shards_read)[-MAX_SHARDS_KEPT:])
-        return _open_shard(self.objects.path(digest), self.spec.seq_len, self.vocab_size)
+        return self._open_shard(self.objects.path(digest))
+
+    def _open_shard(self, path: Path) -> Sequences:
+        spec = self.spec
+        return _open_shard(path, spec.seq_len, self.vocab_size, spec.rows_per_record)
 
 
 @lru_cache(maxsize=64)
-def _open_shard(path: Path, seq_len: int, vocab_size: int) -> Sequences:
-    return open_shard(path, seq_len=seq_len, vocab_size=vocab_size)
+def _open_shard(path: Path, seq_len: int, vocab_size: int, rows_per_record: int) -> Sequences:
+    return open_shard(path, seq_len=seq_len, vocab_size=vocab_size, rows_per_record=rows_per_record)
 
 
 def _span(message: pb.Span) -> Span:

@@ -1,0 +1,34 @@
+"""RoLoRA: the factors take turns. One is trained, sent and averaged; the other is the same for all and rests.
+
+    odd rounds    B = sum_i p_i B_i      A rests
+    even rounds   A = sum_i p_i A_i      B rests
+
+Chen et al. 2025, arXiv:2502.01755 (first 2024, arXiv:2409.02346). Each round is exact, as in FFA-LoRA. B is first: it
+starts at zero, and as long as it is zero A has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from potluck.lora.factors import Factors
+from potluck.lora.ffa import ffa
+from potluck.lora.weighted import mean
+
+
+def moving(round_number: int) -> Literal["a", "b"]:
+    """The factor that is trained in a round; the first round is number 1."""
+    return "b" if round_number % 2 else "a"
+
+
+def ro_lora(held: Factors, sent: Sequence[tuple[float, Tensor]], *, round_number: int) -> Factors:
+    """`held` is what all workers began the round with, `sent` `(w_i, matrix)` of the factor that moves.
+
+    InvalidUpdate if a matrix has another shape than in `held`.
+    """
+    if moving(round_number) == "b":
+        return ffa(held, sent)
+    return Factors(mean("A", sent, shape=held.a.shape), held.b, held.scale)
