@@ -80,6 +80,10 @@ class CountingReplica:
         self.kept = AllKept(layout.numel, "meta")
 
     @property
+    def weights(self) -> Tensor:
+        raise Refused("the method writes weights itself, and this simulation has none; use another strategy")
+
+    @property
     def mailbox(self) -> Mailbox:
         raise Refused("a session needs values, and this simulation has none; use a strategy without sessions")
 
