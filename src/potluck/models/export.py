@@ -10,10 +10,7 @@ It is written beside its place and then renamed, so a directory of that name is 
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from torch import Tensor
 
 from potluck.models.build import skeleton
 from potluck.models.flat import layout_of
+from potluck.models.tensor_file import Stored, write_tensor_file
 from potluck.storage.files import fsync_folder
 from potluck.types.errors import ModelError
 from potluck.types.params import Layout
@@ -60,24 +58,9 @@ def save_model_dir(
 
 
 def write_safetensors(path: Path, vector: Tensor, layout: Layout) -> None:
-    """A flat model as a safetensors file: a header, then the vector as one run of bytes. Synced to the disk.
-
-    The format: u64 length of the header, the header as JSON (name -> dtype, shape, [start, stop) in bytes), the data.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for spec in layout:
-        header[spec.name] = {
-            "dtype": "F32", "shape": list(spec.shape), "data_offsets": [4 * spec.offset, 4 * spec.stop],
-        }  # fmt: skip
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    data = memoryview(vector.detach().contiguous().numpy().astype("<f4", copy=False)).cast("B")
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for start in range(0, len(data), 64 << 20):  # some systems refuse writes of 2 GiB and more
-            file.write(data[start : start + (64 << 20)])
-        file.flush()
-        os.fsync(file.fileno())
+    """A flat model as a safetensors file. Synced to the disk."""
+    tensors = [Stored(spec.name, torch.float32, spec.shape) for spec in layout]
+    write_tensor_file(path, tensors, (vector[spec.offset : spec.stop].view(spec.shape) for spec in layout))
 
 
 def model_card(card: Mapping[str, Any]) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from potluck.models.build import checkpoint_activations, skeleton
 from potluck.models.device import Hardware, choose_precision, free_and_total_memory, this_machine
 from potluck.models.family import has_dropout
 from potluck.models.flat import FlatModel
-from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES, TokenLoss
+from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES, HeadProducts, TokenLoss
 from potluck.optim.inner import learning_rate
 from potluck.planner.memory import ModelDims, TrainingMemory, check_fits, training_memory
 from potluck.strategies.replica import Kept, Loss, Mailbox, Step, TaskCancelled
@@ -56,8 +57,11 @@ class TorchReplica:
         max_memory_bytes: int = 0,
         hardware: Hardware = this_machine,
         now: Callable[[], float] = time.perf_counter,
+        base: Sequence[Path] = (),
     ) -> None:
-        """ModelError if the run's model cannot be built here, ResourceError if it does not fit."""
+        """`base` are the files of the run's frozen base, where it has one. ModelError if the run's model cannot be built
+        here or the base is another model's, ResourceError if it does not fit.
+        """
         if num_threads:
             torch.set_num_threads(num_threads)
         self.device = torch.device(device)
@@ -70,11 +74,12 @@ class TorchReplica:
         )
         is_bf16 = spec.inner.weights == "bf16"
         dtype = torch.bfloat16 if is_bf16 else torch.float32
-        self._flat = FlatModel(skeleton(spec.model_config_json), layout=layout, device=self.device, dtype=dtype)
+        self._flat = FlatModel(_module(spec, base), layout=layout, device=self.device, dtype=dtype)
         if spec.inner.checkpoint_activations:
             checkpoint_activations(self._flat.module)
         autocast = None if is_bf16 else self.precision.autocast
-        self._loss = TokenLoss(self._flat.module, vocab_size=vocab_size, autocast=autocast)
+        head = _head_products(spec, autocast)
+        self._loss = TokenLoss(self._flat.module, vocab_size=vocab_size, autocast=autocast, head=head)
         self._loaded: Vector | None = None  # where weights are rounded: what they were rounded from
         self._has_dropout = has_dropout(spec.model_config_json)
         self._optimizer = InnerOptimizer(self._flat, spec.inner)
@@ -319,6 +324,27 @@ def _read_shape(spec: RunSpec) -> tuple[Layout, int]:
     if not isinstance(vocab_size, int) or vocab_size < 1 or not layout.numel:
         raise ModelError(f"the coordinator sent a model with a vocabulary of {vocab_size!r}; check its version")
     return layout, vocab_size
+
+
+def _module(spec: RunSpec, base: Sequence[Path]) -> nn.Module:
+    """The run's model as it comes before its parameters: all on `meta`, or adapters on a base that is mapped."""
+    if spec.adapter is None:
+        return skeleton(spec.model_config_json)
+    from potluck.models.adapters import inject
+    from potluck.models.base import mapped_model
+
+    if spec.base is None or not base:
+        raise ModelError("the run trains adapters and its base did not come with it; check the coordinator's version")
+    return inject(mapped_model(spec.model_config_json, spec.base.precision, base), spec.adapter)
+
+
+def _head_products(spec: RunSpec, autocast: torch.dtype | None) -> HeadProducts | None:
+    """How chunks of logits are multiplied where the head is held in another format than they are."""
+    if spec.base is None or spec.base.precision == "fp32" or autocast is not None:
+        return None
+    from potluck.models.held import HeldHead
+
+    return HeldHead()
 
 
 def _num_tokens(batch: Tensor) -> int:
