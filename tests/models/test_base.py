@@ -163,7 +163,7 @@ def test_a_base_of_another_model_is_refused(tmp_path: Path) -> None:
     _, paths = written(llama(), "bf16", tmp_path)
     with pytest.raises(ModelError, match=r"holds torch.bfloat16 .* as .*\.weight .*torch\.float32"):
         mapped_model(llama(), "fp32", paths)
-    with pytest.raises(ModelError, match=r"holds torch.bfloat16 \[48, 32\] as .*gate_proj.weight .*\[40, 32\]"):
+    with pytest.raises(ModelError, match=r"holds torch.bfloat16 \[.*48.*\] as .*_proj\.weight .*40"):
         mapped_model(llama(intermediate_size=40), "bf16", paths)
     with pytest.raises(ModelError, match=r"lacks 9 of the model's tensors, such as model\.layers\.2\."):
         mapped_model(llama(num_hidden_layers=3), "bf16", paths)

@@ -9,6 +9,7 @@ from potluck.clock import Clock, Executor
 from potluck.storage.digest import check_digest
 from potluck.strategies.registry import install_tasks
 from potluck.strategies.run import RunSpec
+from potluck.worker.base import fetch_base
 from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
 from potluck.worker.pieces import Pieces
@@ -45,12 +46,16 @@ async def equip(
         digest = check_digest(spec.tokenizer_object)
         await link.fetch(digest, run_folder.objects, files)
         tokenizer = await files.run(run_folder.objects.path(digest).read_bytes)
+    share = MachineShare(share_dir / spec.run_id, clock, files) if share_dir else None
+    base = await fetch_base(spec.base, link, run_folder.objects, share, files, note) if spec.base else []
 
     def build() -> Trainer | HollowTrainer:
         install_tasks(spec.strategy)
         if not spec.devices_hold_model:
             return HollowTrainer()
-        replica = TorchReplica(spec, device=device, num_threads=num_threads, max_memory_bytes=max_memory_bytes)
+        replica = TorchReplica(
+            spec, device=device, num_threads=num_threads, max_memory_bytes=max_memory_bytes, base=base
+        )
         return Trainer(replica, run_folder, note, now=clock.now, snapshot_every_steps=spec.snapshot_every_steps)
 
     sources = await files.run(
@@ -66,7 +71,7 @@ async def equip(
     runner = make(
         spec=spec, folder=run_folder, trainer=trainer, sources=sources, link=link, clock=clock, compute=compute,
         files=files, note=note,
-        share=MachineShare(share_dir / spec.run_id, clock, files) if share_dir else None,
+        share=share,
         pieces=Pieces(
             compute=compute, clock=clock, note=note, limit_bytes=piece_memory_bytes,
         ),
