@@ -46,7 +46,7 @@ class BaseFiles(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     precision: BasePrecision
-    objects: tuple[BaseObject, ...] = Field(min_length=1, max_length=1 << 14)
+    objects: tuple[BaseObject, ...] = Field(default=(), max_length=1 << 14)  # none where nobody starts the run
 
     @property
     def num_bytes(self) -> int:

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from potluck.models.build import checkpoint_activations, skeleton
-from potluck.models.device import Hardware, choose_precision, free_and_total_memory, this_machine
+from potluck.models.device import Hardware, choose_precision, this_machine
 from potluck.models.family import has_dropout
 from potluck.models.flat import FlatModel
-from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES, HeadProducts, TokenLoss
+from potluck.models.loss import HeadProducts, TokenLoss
 from potluck.optim.inner import learning_rate
-from potluck.planner.memory import ModelDims, TrainingMemory, check_fits, training_memory
 from potluck.strategies.replica import Kept, Loss, Mailbox, Step, TaskCancelled
 from potluck.strategies.run import RunSpec
-from potluck.types.errors import CorruptError, DataError, ModelError, NotFinite, ResourceError
+from potluck.types.errors import CorruptError, DataError, ModelError, NotFinite
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
 from potluck.worker.inner_optimizer import InnerOptimizer
+from potluck.worker.need import check_memory
 from potluck.worker.steering import Steering
 
 KEPT = "kept."
@@ -69,7 +69,7 @@ class TorchReplica:
         self.on_step: Callable[[StepInfo], None] = lambda _: None
         self._inner, self._seq_len, self._seed, self._now = spec.inner, spec.seq_len, spec.seed, now
         layout, vocab_size = _read_shape(spec)
-        _check_memory(
+        check_memory(
             spec, layout, self.device, self.precision.name, max_memory_bytes=max_memory_bytes, hardware=hardware
         )
         is_bf16 = spec.inner.weights == "bf16"
@@ -349,38 +349,3 @@ def _head_products(spec: RunSpec, autocast: torch.dtype | None) -> HeadProducts 
 
 def _num_tokens(batch: Tensor) -> int:
     return batch.shape[0] * (batch.shape[1] - 1)
-
-
-def replica_memory(spec: RunSpec, num_params: int, *, precision: str) -> TrainingMemory:
-    """What a replica of the run's model takes on a device that computes in this precision."""
-    return training_memory(
-        ModelDims.of(spec.model_config_json, num_params),
-        batch_size=spec.inner.batch_size,
-        seq_len=spec.seq_len,
-        optimizer=spec.inner.optimizer,
-        precision=precision,
-        weights=spec.inner.weights,
-        checkpoints_activations=spec.inner.checkpoint_activations,
-        kept_vectors=spec.kept_vectors,
-        max_logits_bytes=max(MAX_WHOLE_BYTES, CHUNK_BYTES),
-    )
-
-
-def _check_memory(
-    spec: RunSpec, layout: Layout, device: torch.device, precision: str, *, max_memory_bytes: int, hardware: Hardware
-) -> None:
-    """ResourceError if training this model would need more than there is, or more than the owner gives."""
-    need = replica_memory(spec, layout.numel, precision=precision)
-    free, _ = free_and_total_memory(device, hardware=hardware)
-    host_free, _ = hardware.memory()
-    limited = ""
-    if max_memory_bytes and max_memory_bytes < host_free:
-        host_free, limited = max_memory_bytes, " within --max-memory"
-        free = free if device.type == "cuda" else min(free, max_memory_bytes)
-    lacking = check_fits(need, device=str(device), device_free_bytes=free, host_free_bytes=host_free)
-    if lacking:
-        remedy = "raise it, or use a bigger machine" if limited else "close other programs, or use a bigger machine"
-        raise ResourceError(
-            f"training this model of {layout.numel:,} parameters {lacking}{limited}; lower strategy.inner.batch_size "
-            f"or data.seq_len, {remedy}"
-        )
