@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from worker.test_replica import seq_len, some_batches
 
-from potluck.models.adapters import adapted_skeleton, initial_adapters, linear_layers, pairs, peft_name, plain_name
+from potluck.models.adapters import adapted_skeleton, initial_adapters, linear_layers, pairs, peft_name
 from potluck.models.base import write_base
 from potluck.models.build import build, layout_of, skeleton
 from potluck.models.config import AdapterConfig, BasePrecision, ModelConfig
@@ -138,7 +138,6 @@ def test_adapters_begin_as_peft_begins_them() -> None:
         assert 0.95 / 8 < a.abs().max() < 1 / 8  # uniform up to 1 / sqrt(inputs)
     assert list(pairs(layout, first)) == ["transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"]
     assert [peft_name(spec.name) for spec in layout][1] == "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
-    assert plain_name("h.0.c_attn.base_layer.weight") == "h.0.c_attn.weight"
 
 
 @pytest.mark.parametrize(

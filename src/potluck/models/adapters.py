@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ADAPTER_NAME = "default"
-_wrapped = ".base_layer"
 MAX_NAMED = 20
 
 
@@ -98,11 +97,6 @@ def initial_adapters(layout: Layout, *, seed: int) -> Tensor:
             view = vector[spec.offset : spec.stop].view(spec.shape)
             nn.init.kaiming_uniform_(view, a=math.sqrt(5), generator=generator)
     return vector
-
-
-def plain_name(name: str) -> str:
-    """What a parameter is called where the model has no adapters."""
-    return name.replace(f"{_wrapped}.", ".")
 
 
 def peft_name(name: str) -> str:

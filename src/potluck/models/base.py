@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from potluck.models.build import build, skeleton, stored_model
 from potluck.models.config import BaseFiles, BaseObject, BasePrecision, ModelConfig
 from potluck.models.flat import replace_parameters
-from potluck.models.held import SCALE, can_hold, hold, is_linear, output_axis, quantised
+from potluck.models.held import SCALE, can_hold, dequantised, hold, is_linear, output_axis, quantised
 from potluck.models.tensor_file import Stored, file_bytes, write_tensor_file
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import ModelError
@@ -80,17 +80,20 @@ def mapped_model(config: dict[str, Any], precision: BasePrecision, paths: Sequen
     return module
 
 
-def tensors_of(paths: Sequence[Path]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Each tensor of a base by name, with a way to map it. ModelError if a file cannot be read."""
-    from safetensors import SafetensorError, safe_open
+def whole_weights(
+    config: dict[str, Any], precision: BasePrecision, paths: Sequence[Path]
+) -> Callable[[str], Tensor]:
+    """Reads a parameter of the base by its name, int8 ones as the fp32 matrix that they stand for. ModelError."""
+    module = skeleton(config)
+    kinds, owners = _held_as(module, precision), _owners(module)
+    values = _mapped(paths, {tensor.name: tensor for tensor in _stored(module, kinds)})
 
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    yield name, lambda file=file, name=name: file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"the base's file {path.name[:40]} cannot be read: {error}; fetch it again") from error
+    def read(name: str) -> Tensor:
+        if kinds[name] != torch.int8:
+            return values[name]
+        return dequantised(values[name], values[name + _scale_suffix], output_axis(owners[name][0]))
+
+    return read
 
 
 def held_bytes(module: nn.Module, precision: BasePrecision) -> int:
@@ -247,12 +250,11 @@ def _names_in_files(module: nn.Module, stored: set[str]) -> dict[str, str] | Non
 def _mapped(paths: Sequence[Path], expected: dict[str, Stored]) -> dict[str, Tensor]:
     """The tensors, each a view of its file. ModelError if they are not those that are expected."""
     found: dict[str, Tensor] = {}
-    for name, map_tensor in tensors_of(paths):
+    for name, tensor in _tensors(paths):
         want = expected.get(name)
         if want is None or name in found:
             again = "twice" if want is not None else "and the run's model has none of that name"
             raise ModelError(f"the base holds {name[:200]!r} {again}; the coordinator sent another model's base")
-        tensor = map_tensor()
         if (tensor.dtype, tuple(tensor.shape)) != (want.dtype, want.shape):
             raise ModelError(
                 f"the base holds {tensor.dtype} {list(tensor.shape)} as {name[:200]} and the run's model has "
@@ -265,3 +267,16 @@ def _mapped(paths: Sequence[Path], expected: dict[str, Stored]) -> dict[str, Ten
             "model's base"
         )
     return found
+
+
+def _tensors(paths: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of the files: mapped, so none of them takes memory yet."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    yield name, file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"the base's file {path.name[:40]} cannot be read: {error}; fetch it again") from error
