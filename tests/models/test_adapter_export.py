@@ -57,9 +57,7 @@ def test_the_directory_opens_in_peft_with_the_same_logits(family: str, base: Bas
     assert settings["base_model_name_or_path"] == "elsewhere" and settings["inference_mode"]
     assert settings["target_modules"] == sorted(adapter.target_modules)
     merged = tmp_path / "merged"
-    save_merged_dir(
-        merged, config, paths, base, Adapters.load(tmp_path / "model", adapter), tokenizer, "merged"
-    )
+    save_merged_dir(merged, config, paths, base, Adapters.load(tmp_path / "model", adapter), tokenizer, "merged")
     whole = AutoModelForCausalLM.from_pretrained(merged)
     with torch.no_grad():
         assert torch.allclose(whole(input_ids=tokens).logits, expected, atol=1e-5)

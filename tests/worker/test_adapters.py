@@ -8,7 +8,7 @@ import torch
 from models.families import FAMILIES, gpt2, llama
 from models.test_device import Machine
 from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from worker.test_replica import seq_len, some_batches
 
@@ -21,7 +21,7 @@ from potluck.models.held import is_linear
 from potluck.optim.inner import InnerConfig, learning_rate
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import RunSpec
-from potluck.types.errors import ModelError, ResourceError
+from potluck.types.errors import ModelError
 from potluck.types.ids import Digest
 from potluck.worker.replica import TorchReplica
 

@@ -43,5 +43,6 @@ def make_base(
     bare = bare_model(model, config)  # before minutes are spent on it: are there such layers?
     if not model.from_weights:
         require_memory(sum(p.numel() for p in bare.parameters()), copies=1)
-    tell(f"writing the frozen model below the adapters in {model.base}: {held_bytes(skeleton(config), model.base):,} bytes")
+    num_bytes = held_bytes(skeleton(config), model.base)
+    tell(f"writing the frozen model below the adapters in {model.base}: {num_bytes:,} bytes")
     return write_base(model, config, objects, seed=seed)

@@ -1,9 +1,9 @@
 """What a run of adapters leaves: a PEFT directory; and on request the whole model with the adapters merged into it.
 
-    adapter_config.json, adapter_model.safetensors     open with `PeftModel.from_pretrained(base, folder)`
-    tokenizer.json, ..., README.md                     as beside any model
+adapter_config.json, adapter_model.safetensors     open with `PeftModel.from_pretrained(base, folder)`
+tokenizer.json, ..., README.md                     as beside any model
 
-    W = W0 + s B A                                     merged, in fp32, one tensor after another
+W = W0 + s B A                                     merged, in fp32, one tensor after another
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class Adapters:
             raise ModelError(f"{folder / WEIGHTS_FILE} cannot be read: {error}; finish the run first") from error
         prefix = peft_name("")
         named = {
-            name.removeprefix(prefix).replace(".lora_A.", f".lora_A.{ADAPTER_NAME}.").replace(
-                ".lora_B.", f".lora_B.{ADAPTER_NAME}."
-            ): tensor.float()
+            name.removeprefix(prefix)
+            .replace(".lora_A.", f".lora_A.{ADAPTER_NAME}.")
+            .replace(".lora_B.", f".lora_B.{ADAPTER_NAME}."): tensor.float()
             for name, tensor in tensors.items()
         }
         layout = Layout.of([(name, tensor.shape) for name, tensor in named.items()])

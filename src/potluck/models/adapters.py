@@ -2,9 +2,9 @@
 
     y = W0 x + s B A x        A [rank, inputs], B [outputs, rank], s = alpha / rank, or alpha / sqrt(rank) (rsLoRA)
 
-Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732. PEFT puts the layers in; from then on the model's
-trainable parameters are A and B, and its flat vector, its optimizer and its updates are of them alone. A begins as PEFT
-begins it (Kaiming uniform, a = sqrt 5), from the run's seed on the CPU; B begins as zero.
+Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732. PEFT puts the layers in; from then on A and B
+are all that is trainable, and the model's flat vector, its optimizer and its updates are of them alone. A begins as
+PEFT begins it (Kaiming uniform, a = sqrt 5), from the run's seed on the CPU; B begins as zero.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def adapted_skeleton(config: dict[str, Any], adapter: AdapterConfig) -> nn.Modul
 
 
 def inject(module: nn.Module, adapter: AdapterConfig) -> nn.Module:
-    """Put adapters into the model, their parameters on `meta`, and freeze all others. ModelError if targets are wrong."""
+    """Put adapters into the model, their parameters on `meta`, and freeze all others. ModelError for wrong targets."""
     from peft import inject_adapter_in_model
 
     targets = target_layers(module, adapter)

@@ -2,7 +2,7 @@
 
     fp32    all as it is
     bf16    matrices of embeddings and linear layers in bf16, the rest in fp32
-    int8    matrices of linear layers but the head as int8, with `NAME_scale` for each output; embeddings and head in bf16
+    int8    matrices of linear layers but the head as int8, with `NAME_scale` for each output; the rest as in bf16
 
 It is objects of the run: safetensors files of bounded size, so that a broken transfer costs little. Names are those of
 the model without adapters, and in fp32 and bf16 the files are what `from_pretrained` reads. Whoever maps them shares
@@ -80,9 +80,7 @@ def mapped_model(config: dict[str, Any], precision: BasePrecision, paths: Sequen
     return module
 
 
-def whole_weights(
-    config: dict[str, Any], precision: BasePrecision, paths: Sequence[Path]
-) -> Callable[[str], Tensor]:
+def whole_weights(config: dict[str, Any], precision: BasePrecision, paths: Sequence[Path]) -> Callable[[str], Tensor]:
     """Reads a parameter of the base by its name, int8 ones as the fp32 matrix that they stand for. ModelError."""
     module = skeleton(config)
     kinds, owners = _held_as(module, precision), _owners(module)
@@ -138,9 +136,7 @@ def _stored(module: nn.Module, kinds: dict[str, torch.dtype]) -> list[Stored]:
     for name, parameter in module.named_parameters():
         found.append(Stored(name, kinds[name], tuple(parameter.shape)))
         if kinds[name] == torch.int8:
-            found.append(
-                Stored(name + _scale_suffix, torch.float32, (parameter.shape[output_axis(owners[name][0])],))
-            )
+            found.append(Stored(name + _scale_suffix, torch.float32, (parameter.shape[output_axis(owners[name][0])],)))
     return found
 
 

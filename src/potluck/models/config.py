@@ -75,8 +75,8 @@ class ModelConfig(BaseModel):
     )
     adapter: AdapterConfig | None = Field(
         default=None,
-        description='train LoRA adapters on the frozen model: `{ rank = 8, alpha = 16, rslora = false, target_modules = '
-        '["q_proj", "v_proj"] }`, in the words of PEFT',
+        description="train LoRA adapters on the frozen model, in the words of PEFT: `{ rank = 8, alpha = 16, "
+        'rslora = false, target_modules = ["q_proj", "v_proj"] }`',
     )
     base: BasePrecision = Field(
         default="fp32",

@@ -80,7 +80,7 @@ def write_safetensors(path: Path, vector: Tensor, layout: Layout) -> None:
 def model_card(card: Mapping[str, Any], *, base_name: str | None = None) -> str:
     """README.md: a YAML header that the hub reads, the run's facts as a table (nested ones flattened), contributors.
 
-    `card["workers"]` are the contributors: each with `id` and `tokens`. With `base_name` it is of adapters on that model.
+    `card["workers"]` are the contributors: each with `id` and `tokens`. With `base_name` it is of adapters on that.
     """
     if base_name is None:
         library, opens = ["library_name: transformers"], "`AutoModelForCausalLM.from_pretrained`."

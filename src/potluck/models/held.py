@@ -1,9 +1,9 @@
 """Frozen layers whose matrices are held in bf16 or int8 and multiplied in the precision of the activations.
 
-    y = (x Q^T) * s + b        dx = (dy * s) Q          Q as it is held, s one fp32 scale for each output of int8 weights
+    y = (x Q^T) * s + b        dx = (dy * s) Q        Q as it is held, s one fp32 scale for each output of int8 weights
 
-Q is turned into the activations' number format for one product and a few rows at a time, in the backward pass again, so
-no second copy of the model is ever in memory. There is no gradient of Q. What an optimizer would keep, there is none of.
+Q is turned into the activations' number format for one product and a few rows at a time, and again in the backward
+pass, so there is never a second copy of the model in memory. Q has no gradient.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def output_axis(module: nn.Module) -> int:
 
 
 def quantised(weight: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Symmetric int8, one scale for each output: q = round(w / s), s = max |w| / 127. int8 as `weight`, fp32 [outputs]."""
+    """Symmetric int8, one scale for each output: q = round(w / s), s = max |w| / 127. int8 as `weight`; [outputs]."""
     whole = weight.float()
     scale = whole.abs().amax(dim=1 - axis) / 127
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -86,7 +86,7 @@ def dequantised(q: Tensor, scale: Tensor, axis: int) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """x W^T without a gradient of W. x [..., inputs], weight [outputs, inputs], scale [outputs]. In autocast's format."""
+    """x W^T, without a gradient of W. x [..., inputs], weight [outputs, inputs], scale [outputs]. Autocast applies."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     return _Product.apply(x, weight, scale, dtype)  # pyright: ignore[reportReturnType]

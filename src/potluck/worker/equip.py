@@ -36,6 +36,7 @@ async def equip(
     max_memory_bytes: int = 0,
     piece_memory_bytes: int = 1 << 30,
     share_dir: Path | None = None,
+    base_share_dir: Path | None = None,
     num_threads: int | None = None,
     make: Callable[..., Runner] = Runner,
 ) -> Runner:
@@ -46,8 +47,11 @@ async def equip(
         digest = check_digest(spec.tokenizer_object)
         await link.fetch(digest, run_folder.objects, files)
         tokenizer = await files.run(run_folder.objects.path(digest).read_bytes)
-    share = MachineShare(share_dir / spec.run_id, clock, files) if share_dir else None
-    base = await fetch_base(spec.base, link, run_folder.objects, share, files, note) if spec.base else []
+    share, base_share = (
+        MachineShare(shared / spec.run_id, clock, files) if shared else None
+        for shared in (share_dir, base_share_dir or share_dir)
+    )
+    base = await fetch_base(spec.base, link, run_folder.objects, base_share, files, note) if spec.base else []
 
     def build() -> Trainer | HollowTrainer:
         install_tasks(spec.strategy)

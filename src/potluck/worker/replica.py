@@ -59,8 +59,8 @@ class TorchReplica:
         now: Callable[[], float] = time.perf_counter,
         base: Sequence[Path] = (),
     ) -> None:
-        """`base` are the files of the run's frozen base, where it has one. ModelError if the run's model cannot be built
-        here or the base is another model's, ResourceError if it does not fit.
+        """`base` are the files of the run's frozen base, where it has one. ModelError if the run's model cannot be
+        built here or the base is another model's, ResourceError if it does not fit.
         """
         if num_threads:
             torch.set_num_threads(num_threads)
