@@ -21,8 +21,9 @@ from potluck.models.held import is_linear
 from potluck.optim.inner import InnerConfig, learning_rate
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import RunSpec
-from potluck.types.errors import ModelError
+from potluck.types.errors import ModelError, ResourceError
 from potluck.types.ids import Digest
+from potluck.worker.need import replica_memory
 from potluck.worker.replica import TorchReplica
 
 adapters = {
@@ -159,6 +160,17 @@ def test_the_head_gets_no_adapter() -> None:
     module: Any = skeleton(llama())
     assert is_linear(module.lm_head) and "lm_head" not in linear_layers(module)
     assert len(linear_layers(module)) == 2 * 7
+
+
+def test_what_does_not_fit_is_said_of_the_base_as_it_is_held(tmp_path: Path) -> None:
+    spec, base = adapted("llama", "int8", tmp_path, config=llama(hidden_size=256, intermediate_size=512))
+    layout = layout_of(adapted_skeleton(spec.model_config_json, adapters["llama"]))
+    need = replica_memory(spec, layout.numel, precision="fp32")
+    assert TorchReplica(spec, base=base, max_memory_bytes=need.device_bytes + 1).layout
+    with pytest.raises(
+        ResourceError, match=r"adapters of 1\d,\d+ parameters on this model, 1,\d+,\d+ bytes in int8 needs"
+    ):
+        TorchReplica(spec, base=base, max_memory_bytes=need.device_bytes - 1)
 
 
 def test_a_run_whose_base_is_missing_or_whose_ranks_differ_is_refused(tmp_path: Path) -> None:

@@ -52,7 +52,10 @@ def check_memory(
     lacking = check_fits(need, device=str(device), device_free_bytes=free, host_free_bytes=host_free)
     if lacking:
         remedy = "raise it, or use a bigger machine" if limited else "close other programs, or use a bigger machine"
+        what = f"this model of {layout.numel:,} parameters"
+        if spec.base is not None:
+            what = f"adapters of {layout.numel:,} parameters on this model, {_base_bytes(spec):,} bytes in "
+            what += spec.base.precision
         raise ResourceError(
-            f"training this model of {layout.numel:,} parameters {lacking}{limited}; lower strategy.inner.batch_size "
-            f"or data.seq_len, {remedy}"
+            f"training {what} {lacking}{limited}; lower strategy.inner.batch_size or data.seq_len, {remedy}"
         )
