@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from potluck.models.base import held_bytes, mapped_model, write_base
 from potluck.models.build import build, skeleton
 from potluck.models.config import AdapterConfig, BaseFiles, BasePrecision, ModelConfig
-from potluck.models.held import HeldHead, dequantised, output_axis, quantised
+from potluck.models.held import HeldHead, dequantised, output_axis, product, quantised
 from potluck.models.loss import TokenLoss
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import ModelError
@@ -102,6 +102,26 @@ def test_input_gradients_are_those_of_the_rounded_model(family: str, base: BaseP
             for sign in (1, -1)
         )
     assert (up - down) / 1e-2 == pytest.approx(float((gradients[0] * direction).sum()), rel=3e-3)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 200, 1 << 20])
+@pytest.mark.parametrize("is_stored_turned", [False, True])
+def test_a_product_in_blocks_is_the_product(
+    block_bytes: int, is_stored_turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("potluck.models.held.BLOCK_BYTES", block_bytes)
+    generator = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(12, 7, generator=generator), torch.randn(2, 3, 7, generator=generator)
+    q, scale = quantised(weight, 0)
+    held = q.T.contiguous().T if is_stored_turned else q
+    results = []
+    for multiply in (lambda x: product(x, held, scale), lambda x: x @ dequantised(q, scale, 0).T):
+        given = x.clone().requires_grad_()
+        y = multiply(given)
+        (y * torch.arange(12)).sum().backward()
+        results.append((y.detach(), given.grad))
+    for got, expected in zip(*results, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_int8_is_symmetric_and_a_row_of_zeros_stays_one() -> None:

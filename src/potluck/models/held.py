@@ -8,6 +8,7 @@ pass, so there is never a second copy of the model in memory. Q has no gradient.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -125,15 +126,44 @@ class _Product(torch.autograd.Function):
 def _multiply(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     """(x W^T) * s in the format of x, as much of W at a time as `BLOCK_BYTES` have room for."""
     outputs, inputs = weight.shape
-    rows = max(1, BLOCK_BYTES // (x.element_size() * max(inputs, 1)))
-    if weight.dtype == x.dtype or rows >= outputs:
-        y = x @ weight.to(x.dtype).T
-    else:
-        y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
-        for start in range(0, outputs, rows):
-            y[..., start : start + rows] = x @ weight[start : start + rows].to(x.dtype).T
+    if weight.dtype == x.dtype:
+        y = x @ weight.T
+    elif weight.is_contiguous():
+        blocks = _blocks(outputs, BLOCK_BYTES // (x.element_size() * max(inputs, 1)))
+        if len(blocks) == 1:
+            y = x @ _in_format(weight, x.dtype).T
+        else:
+            y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+            for rows in blocks:
+                y[..., rows] = x @ _in_format(weight[rows], x.dtype).T
+    else:  # stored the other way round: in blocks of inputs, whose products add up
+        stored = weight.T
+        first, *others = _blocks(inputs, BLOCK_BYTES // (x.element_size() * max(outputs, 1)))
+        y = x[..., first] @ _in_format(stored[first], x.dtype)
+        for rows in others:
+            y += x[..., rows] @ _in_format(stored[rows], x.dtype)
     return y if scale is None else y.mul_(scale.to(y.dtype))
 
 
+def _blocks(size: int, most: int) -> list[slice]:
+    most = max(1, most)
+    return [slice(start, min(start + most, size)) for start in range(0, size, most)]
+
+
+_scratch = threading.local()
+"""One matrix in the activations' format for each thread: memory that is asked for and given back between activations that
+stay leaves holes among them, and a process three times as large."""
+
+
+def _in_format(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Until the next call in this thread."""
+    if weight.device.type != "cpu":
+        return weight.to(dtype)
+    memory: Tensor | None = getattr(_scratch, "memory", None)
+    if memory is None or memory.nbytes < weight.numel() * dtype.itemsize:
+        memory = _scratch.memory = torch.empty(weight.numel() * dtype.itemsize, dtype=torch.uint8)
+    return memory[: weight.numel() * dtype.itemsize].view(dtype).view(weight.shape).copy_(weight)
+
+
 def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    return y if bias is None else y + bias.to(y.dtype)
+    return y if bias is None else y.add_(bias.to(y.dtype))
