@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from e2e.processes import write_corpus, write_recipe
-from models.families import llama
+from models.families import gpt2, llama, save_tokenizer
 from transformers import AutoModelForCausalLM
 
 from potluck.coordinator.events import Event
@@ -21,6 +21,8 @@ from potluck.coordinator.prepare import prepare, sketch
 from potluck.coordinator.recipe import Recipe, load_recipe
 from potluck.coordinator.result import merge
 from potluck.models.build import build
+from potluck.models.export import save_model_dir
+from potluck.models.flat import FlatModel
 from potluck.models.generate import generate
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import ModelError, PotluckError, RecipeError
@@ -75,6 +77,16 @@ def test_a_sketch_says_what_a_replica_takes(tmp_path: Path) -> None:
     assert sizes["whole"] - sizes["fp32"] == pytest.approx(4 * 3 * num_params, rel=0.1)
     assert sizes["fp32"] - sizes["bf16"] == pytest.approx(2 * num_params, rel=0.05)
     assert sizes["bf16"] - sizes["int8"] == pytest.approx(num_params, rel=0.05)
+
+
+def test_the_shipped_recipe_is_of_the_demos_model(tmp_path: Path) -> None:
+    config = gpt2(n_positions=128)
+    flat = FlatModel(build(config, seed=1))
+    save_model_dir(tmp_path / "model", config, flat.params(), flat.layout, save_tokenizer(tmp_path / "tok"), {})
+    plan = sketch(load_recipe("private-adapters", [f"model.path={tmp_path / 'model'}"]))
+    assert load_recipe("private-adapters").model.path == "runs/demo/model"
+    assert plan.spec.data_access == "private" and plan.spec.base is not None
+    assert 0 < plan.layout.numel < 0.5 * flat.layout.numel
 
 
 @pytest.mark.parametrize(

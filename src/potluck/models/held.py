@@ -151,8 +151,8 @@ def _blocks(size: int, most: int) -> list[slice]:
 
 
 _scratch = threading.local()
-"""One matrix in the activations' format for each thread: memory that is asked for and given back between activations that
-stay leaves holes among them, and a process three times as large."""
+"""One matrix in the activations' format for each thread. Asked for and given back each time, between activations that
+stay, it leaves holes among them: twice the memory of a step were measured."""
 
 
 def _in_format(weight: Tensor, dtype: torch.dtype) -> Tensor:
