@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.fed_avg import FedAvg, FedAvgConfig
 from potluck.strategies.run import RunSpec
 from potluck.strategies.strategy import Strategy
+from potluck.transport.memory import Link
 from potluck.types.errors import ModelError
 from potluck.types.ids import WorkerId
 from potluck.worker.equip import equip
@@ -149,3 +151,26 @@ def test_a_base_that_changed_on_the_disk_is_fetched_again(tmp_path: Path) -> Non
     run_virtual(main())
     undisturbed = checks.run(problem_of(base="bf16"), make_fed_avg, num_workers=1)
     assert torch.equal(got[0], undisturbed.params)
+
+
+def test_a_coordinator_that_dies_while_the_base_is_fetched_is_joined_again(tmp_path: Path) -> None:
+    problem = problem_of()
+
+    async def main() -> None:
+        world = virtual_world(problem, make_fed_avg(), tmp_path)
+        base = world.plan.spec.base
+        assert base is not None
+        world.add("w1", link=Link(down_bytes_per_s=base.num_bytes / 10), cost_s=checks.cost_s)
+        await world.start()
+        await world.clock.sleep(5.0)
+        objects = world.disk("w1") / "runs" / "contract" / "objects"
+        arrived = list(objects.glob("blake3-*"))
+        assert 1 < len(arrived) < len(base.objects)
+        await world.crash_coordinator()
+        await world.clock.sleep(1.0)
+        await world.start()
+        async with asyncio.timeout(300):
+            state = await world.finish()
+        assert state.round == problem.num_rounds
+
+    run_virtual(main())

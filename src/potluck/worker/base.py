@@ -20,7 +20,7 @@ async def fetch_base(
 ) -> list[Path]:  # fmt: skip
     """The files of the base, whole. What is here from before is read again, and fetched anew if it changed.
 
-    Refused if the coordinator names no objects or does not give them.
+    Refused if the coordinator names no objects or does not give them; ConnectionLost, to join again and go on.
     """
     found: list[Path] = []
     for each in base.objects:
@@ -32,8 +32,8 @@ async def fetch_base(
                 note(str(error))
         if not store.has(digest):
             if share is None:
-                await link.fetch(digest, store, files)
+                await link.fetch_once(digest, store, files)
             else:
-                await share.fetch(digest, store, lambda digest=digest: link.fetch(digest, store, files))
+                await share.fetch(digest, store, lambda digest=digest: link.fetch_once(digest, store, files))
         found.append(store.path(digest))
     return found

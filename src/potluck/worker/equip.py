@@ -40,20 +40,22 @@ async def equip(
     num_threads: int | None = None,
     make: Callable[..., Runner] = Runner,
 ) -> Runner:
-    """Everything a worker needs before its first task. DataError, ModelError or ResourceError if it cannot be had."""
+    """Everything a worker needs before its first task. DataError, ModelError or ResourceError if it cannot be had.
+
+    ConnectionLost where the link breaks before that: what was fetched is found again the next time.
+    """
     run_folder = await files.run(RunFolder, folder / "runs" / spec.run_id)
     tokenizer = None
     if spec.tokenizer_object:
         digest = check_digest(spec.tokenizer_object)
-        await link.fetch(digest, run_folder.objects, files)
+        await link.fetch_once(digest, run_folder.objects, files)
         tokenizer = await files.run(run_folder.objects.path(digest).read_bytes)
     share, base_share = (
         MachineShare(shared / spec.run_id, clock, files) if shared else None
         for shared in (share_dir, base_share_dir or share_dir)
     )
-    base = await fetch_base(spec.base, link, run_folder.objects, base_share, files, note) if spec.base else []
 
-    def build() -> Trainer | HollowTrainer:
+    def build(base: Sequence[Path]) -> Trainer | HollowTrainer:
         install_tasks(spec.strategy)
         if not spec.devices_hold_model:
             return HollowTrainer()
@@ -71,7 +73,11 @@ async def equip(
         for where in sources.own.report.skipped:
             told(f"skipped {where.file}:{where.line}: {where.reason}")  # the place is for the owner only
         note(sources.own.report.sentence())
-    trainer = await compute.run(build)
+    base: list[Path] = []
+    if spec.base is not None:
+        told(f"fetching what is not here yet of the model below the adapters, {spec.base.num_bytes:,} bytes")
+        base = await fetch_base(spec.base, link, run_folder.objects, base_share, files, note)
+    trainer = await compute.run(build, base)
     runner = make(
         spec=spec, folder=run_folder, trainer=trainer, sources=sources, link=link, clock=clock, compute=compute,
         files=files, note=note,
