@@ -15,14 +15,19 @@ from potluck.optim.normal import normal
 from potluck.simulator.exact.problem import Problem
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """All parameters, or those of the adapters where there are any."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return torch.cat([p.detach().reshape(-1) for p in trained(model)])
 
 
 def make_adamw(model: nn.Module, problem: Problem) -> torch.optim.AdamW:
     inner = problem.inner
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in trained(model) if p.dim() >= 2]
+    others = [p for p in trained(model) if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=inner.lr, betas=inner.betas, eps=inner.eps)
 
@@ -39,7 +44,7 @@ def train_step(
     loss = cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
     (loss + extra() if extra else loss).backward()
     if problem.inner.clip:
-        nn.utils.clip_grad_norm_(model.parameters(), problem.inner.clip)
+        nn.utils.clip_grad_norm_(trained(model), problem.inner.clip)
     optimizer.step()
     return loss.item()
 
@@ -52,7 +57,7 @@ def diloco(problem: Problem, *, num_inner_steps: int, outer_lr: float, outer_mom
     outer = torch.optim.SGD([theta], lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
     batches = problem.batches(problem.num_rounds * num_inner_steps * problem.inner.batch_size)
     for round in range(problem.num_rounds):
-        vector_to_parameters(theta.detach().clone(), model.parameters())
+        vector_to_parameters(theta.detach().clone(), trained(model))
         start, stop = round / problem.num_rounds, (round + 1) / problem.num_rounds
         for step in range(num_inner_steps):
             train_step(model, inner, next(batches), problem, start + (stop - start) * step / num_inner_steps)
@@ -180,11 +185,11 @@ def fed_avg(
         start, stop = round / problem.num_rounds, (round + 1) / problem.num_rounds
         mean = torch.zeros_like(theta)
         for i, num_steps in enumerate(each):
-            vector_to_parameters(theta.detach().clone(), model.parameters())
-            begun = [p.detach().clone() for p in model.parameters()]
+            vector_to_parameters(theta.detach().clone(), trained(model))
+            begun = [p.detach().clone() for p in trained(model)]
 
             def pull(begun: list[Tensor] = begun) -> Tensor:
-                pairs = zip(model.parameters(), begun, strict=True)
+                pairs = zip(trained(model), begun, strict=True)
                 return proximal / 2 * sum(((p - q) ** 2).sum() for p, q in pairs)  # pyright: ignore[reportReturnType]
 
             for k, tokens in enumerate(rows[f"w{i + 1}"].split(batch)):
@@ -215,19 +220,19 @@ def scaffold(problem: Problem, *, num_workers: int, num_inner_steps: int, lr: fl
     theta = flat(model).clone()
     c, own = torch.zeros_like(theta), [torch.zeros_like(theta) for _ in range(num_workers)]
     asked = [[(f"w{i + 1}", num_inner_steps * batch) for i in range(num_workers)]] * problem.num_rounds
-    decays = torch.cat([torch.full((p.numel(),), inner.weight_decay * (p.dim() >= 2)) for p in model.parameters()])
+    decays = torch.cat([torch.full((p.numel(),), inner.weight_decay * (p.dim() >= 2)) for p in trained(model)])
     for round, rows in enumerate(problem.dealt(asked)):
         moves, changes = torch.zeros_like(theta), torch.zeros_like(theta)
         for i in range(num_workers):
             y, rates = theta.clone(), 0.0
             for k, tokens in enumerate(rows[f"w{i + 1}"].split(batch)):
                 rate = learning_rate(inner, (round + k / num_inner_steps) / problem.num_rounds)
-                vector_to_parameters(y.clone(), model.parameters())
+                vector_to_parameters(y.clone(), trained(model))
                 model.zero_grad()
                 logits = model(input_ids=tokens[:, :-1]).logits
                 cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1)).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), inner.clip)
-                g = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+                nn.utils.clip_grad_norm_(trained(model), inner.clip)
+                g = torch.cat([p.grad.reshape(-1) for p in trained(model) if p.grad is not None])
                 y = y - rate * (g + decays * y - own[i] + c)
                 rates += rate
             new = own[i] - c + (theta - y) / rates

@@ -136,6 +136,10 @@ def lease(**values: Any) -> bytes:
         with_spec(inner={**spec["inner"], "batch_size": 1 << 40}),
         with_spec(data_access="private", data_options={"text_field": 5}),
         with_spec(strategy="evil.py:Evil", strategy_digest=digest),
+        with_spec(adapter={"rank": 1 << 40, "target_modules": ["c_attn"]}),
+        with_spec(adapter={"rank": 2, "target_modules": ["c_attn"]}),
+        with_spec(base={"precision": "int8", "objects": [{"digest": "../../x", "num_bytes": 1}]}),
+        with_spec(base={"precision": "int2", "objects": []}),
     ],
 )  # fmt: skip
 def test_a_run_that_cannot_be_is_left_with_one_sentence(tmp_path: Path, run_json: str) -> None:

@@ -22,7 +22,8 @@ from potluck.optim.inner import InnerConfig, learning_rate
 from potluck.strategies.replica import Loss, TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.types.errors import CorruptError, DataError, ModelError, ResourceError
-from potluck.worker.replica import StepInfo, TorchReplica, replica_memory
+from potluck.worker.need import replica_memory
+from potluck.worker.replica import StepInfo, TorchReplica
 
 seq_len = 12
 

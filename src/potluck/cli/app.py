@@ -163,9 +163,10 @@ def join(
     from potluck.storage.files import cache_folder
     from potluck.worker.options import JoinOptions
 
+    folder = state or Path.home() / ".potluck" / "worker"
     options = JoinOptions(
         link=line,
-        state_dir=state or Path.home() / ".potluck" / "worker",
+        state_dir=folder,
         name=name,
         data=tuple(data or []),
         device=device,
@@ -173,6 +174,7 @@ def join(
         allow_strategies=tuple(allow_strategy or []),
         max_memory_bytes=parse_memory(max_memory) if max_memory is not None else 0,
         share_dir=None if with_parent else cache_folder() / "objects",  # local workers stand for machines of their own
+        base_share_dir=folder.parent / "base" if with_parent else None,  # but hold a model that is never changed once
         hours=parse_hours(hours) if hours is not None else None,
         only_when=parse_conditions(only_when) if only_when is not None else (),
         max_upload_bytes_per_s=parse_rate(max_upload) if max_upload is not None else 0.0,
@@ -327,6 +329,21 @@ def generate(
         device=device, on_text=show,
     )  # fmt: skip
     print("".join(pieces))
+
+
+@app.command()
+def export(
+    merged: Annotated[Path, typer.Option("--merged", metavar="DIR", help="Where to write it; a new folder.")],
+    run_name: RunName = None,
+) -> None:
+    """Write the whole model of a run that trained adapters: its base with them merged into it."""
+    from potluck.cli.quiet import quiet_libraries
+    from potluck.cli.runs import find_run
+    from potluck.coordinator.result import merge
+
+    quiet_libraries()
+    merge(find_run(run_name), merged)
+    say(f"the model is in {merged}; let it write: potluck generate {merged}")
 
 
 @app.command()

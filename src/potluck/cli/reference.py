@@ -17,6 +17,7 @@ from potluck.coordinator.changes import LIVE_KEYS
 from potluck.coordinator.recipe import SECTIONS, Recipe
 from potluck.coordinator.shipped import headline, shipped
 from potluck.data.config import TokenizerConfig
+from potluck.models.config import AdapterConfig
 from potluck.optim.inner import InnerConfig
 from potluck.strategies.registry import shipped as strategies
 from potluck.strategies.registry import strategy_type
@@ -66,6 +67,8 @@ def recipes_page() -> str:
     parts += ["## Outside any section\n", _table(Recipe, only=("name", "seed"))]
     for name, model in SECTIONS.items():
         parts += [f"## [{name}]\n", *_about(model), _table(model, section=name)]
+        if name == "model":
+            parts += ["### model.adapter\n", *_about(AdapterConfig), _table(AdapterConfig)]
         if name == "data":
             parts += ["### data.tokenizer\n", *_about(TokenizerConfig), _table(TokenizerConfig)]
     parts += ["## [strategy]\n", "The training method by its `name`, its own settings beside it, and `inner`.\n"]

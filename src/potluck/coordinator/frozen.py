@@ -1,10 +1,10 @@
 """What a run's folder keeps of its preparation: with it the run goes on where its data and its model's files are not.
 
-    RUN/prepared.json   the catalogue of the data, what is known of it, and the model's configuration
+    RUN/prepared.json   the catalogue of the data, what is known of it, the model's configuration, its frozen base
     RUN/tokenizer/      in Hugging Face form, where there is one
     RUN/strategy/FILE   a copy of the user's own method
 
-The shards themselves are objects of the run, the first parameters are among its parameters.
+The shards and the base themselves are objects of the run, the first parameters are among its parameters.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from potluck.coordinator.deck import Deck
 from potluck.coordinator.recipe import STRATEGY_FOLDER, Recipe
 from potluck.data.shards import Shard
 from potluck.data.tokenizer import copy_tokenizer
+from potluck.models.config import BaseFiles
 from potluck.storage.files import write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import CorruptError
@@ -38,6 +39,7 @@ class Frozen:
     facts: dict[str, Any]  # about the data, for people and the model card
     model_config: dict[str, Any]
     has_tokenizer: bool
+    base: BaseFiles | None = None
 
     def deck(self, recipe: Recipe) -> Deck:
         access = recipe.data.access
@@ -46,7 +48,9 @@ class Frozen:
         )
 
     def is_whole(self, recipe: Recipe, objects: ObjectStore) -> bool:
-        """Whether the shards are here, where it is for the coordinator to have them."""
+        """Whether the base and the shards are here, where it is for the coordinator to have them."""
+        if not all(objects.has(Digest(each.digest)) for each in (self.base.objects if self.base else ())):
+            return False
         if recipe.data.access != "shared":
             return True
         return all(objects.has(Digest(shard.name)) for shard in (*self.training, *self.held_out))
@@ -64,6 +68,7 @@ class Frozen:
             "facts": self.facts,
             "model_config": self.model_config,
             "has_tokenizer": self.has_tokenizer,
+            "base": self.base.model_dump(mode="json") if self.base is not None else None,
         }
         write_atomic(run_dir / FILE_NAME, json.dumps(value).encode())
 
@@ -85,6 +90,7 @@ class Frozen:
                 facts=dict(value["facts"]),
                 model_config=dict(value["model_config"]),
                 has_tokenizer=bool(value["has_tokenizer"]) and (run_dir / TOKENIZER).is_dir(),
+                base=BaseFiles.model_validate(value["base"]) if value.get("base") is not None else None,
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CorruptError(

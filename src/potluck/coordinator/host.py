@@ -7,7 +7,6 @@ import gc
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from potluck.clock import Lanes, SystemClock, ThreadExecutor
 from potluck.coordinator.changes import Changes, recipe_of
@@ -17,8 +16,8 @@ from potluck.coordinator.loop import train
 from potluck.coordinator.network import Network
 from potluck.coordinator.options import RESULT_FILE, HostOptions, Listening, RunResult, WorkerResult
 from potluck.coordinator.prepare import Prepared, prepare, replanned
+from potluck.coordinator.result import MODEL, leave_model
 from potluck.coordinator.status import snapshot
-from potluck.models.export import save_model_dir
 from potluck.storage.files import FolderLock, write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.state import State
@@ -156,7 +155,7 @@ class _Hosting:
         result = RunResult(
             run_id=spec.run_id,
             strategy=self.options.recipe.strategy.name,
-            model_dir=str(self.options.run_dir / "model"),
+            model_dir=str(self.options.run_dir / MODEL),
             rounds=state.round,
             tokens=state.tokens,
             seconds=round(state.seconds, 3),
@@ -174,9 +173,9 @@ class _Hosting:
         card = {k: v for k, v in card.items() if k not in ("model_dir", "run_dir")}
 
         def export() -> None:
-            save_model_dir(
-                Path(result.model_dir), spec.model_config_json, run.params.read(state.params),
-                prepared.plan.layout, prepared.tokenizer_dir, card,
+            leave_model(
+                self.options.run_dir, prepared.plan, self.options.recipe.model, run.params.read(state.params),
+                prepared.tokenizer_dir, card,
             )  # fmt: skip
 
         await self.lanes.compute.run(export)

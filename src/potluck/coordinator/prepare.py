@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.coordinator.deck import Deck
+from potluck.coordinator.first import bare_model, first_parameters, make_base
 from potluck.coordinator.frozen import TOKENIZER, Frozen, keep_tokenizer
 from potluck.coordinator.plan import Plan
 from potluck.coordinator.recipe import IDENTITY, Recipe, parse_recipe
@@ -20,7 +21,8 @@ from potluck.data.prepared import PreparedData
 from potluck.data.records import RecordForm
 from potluck.data.shards import Shard
 from potluck.data.tokenizer import TextTokenizer, pack_tokenizer
-from potluck.models.build import initial_vector, layout_of, model_config, skeleton, tokenizer_folder
+from potluck.models.build import layout_of, model_config, tokenizer_folder
+from potluck.models.config import BaseFiles
 from potluck.models.device import require_memory
 from potluck.storage.digest import digest_file
 from potluck.storage.files import write_atomic
@@ -104,12 +106,12 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
     tokenizer_dir = run_dir / TOKENIZER if frozen.has_tokenizer else None
     config = frozen.model_config
     tell("building the model")
-    layout = layout_of(skeleton(config))
+    layout = layout_of(bare_model(recipe.model, config))
     require_memory(layout.numel)
     tokenizer_object = ""
     if tokenizer_dir is not None and recipe.data.access != "shared":
         tokenizer_object = objects.put(pack_tokenizer(tokenizer_dir))
-    plan = _plan(recipe, run_id, config, layout, tokenizer_object)
+    plan = _plan(recipe, run_id, config, layout, tokenizer_object, frozen.base)
     # Last: a start that failed, for a path misspelt, binds the folder to nothing.
     frozen.save(run_dir, recipe.strategy.file)
     stored = {"run_id": run_id, "recipe": recipe.to_json()}
@@ -127,10 +129,13 @@ def sketch(recipe: Recipe) -> Plan:
     if vocab_size and model.config is not None and "vocab_size" not in model.config:
         model = model.model_copy(update={"config": {**model.config, "vocab_size": vocab_size}})
     config = model_config(model, tokenizer_folder(model), seq_len=recipe.data.seq_len)
-    return _plan(recipe, recipe.name, config, layout_of(skeleton(config)), "")
+    base = BaseFiles(precision=model.base) if model.adapter is not None else None
+    return _plan(recipe, recipe.name, config, layout_of(bare_model(model, config)), "", base)
 
 
-def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, tokenizer_object: str) -> Plan:
+def _plan(
+    recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, tokenizer_object: str, base: BaseFiles | None
+) -> Plan:
     """RecipeError also for what the strategy refuses of the other sections."""
     file = recipe.strategy.file
     strategy = strategy_type(recipe.strategy.name)(recipe.strategy.settings)
@@ -150,6 +155,8 @@ def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, t
             f'strategy {recipe.strategy.name} trains on single sequences and data.format "preference" gives pairs; '
             'use "chat" or "instruct"'
         )
+    if recipe.model.adapter is not None:
+        _check_adapters(recipe, on_head=on_head)
     spec = RunSpec(
         run_id=run_id,
         name=recipe.name,
@@ -160,6 +167,8 @@ def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, t
         layout=layout.to_json(),
         seq_len=recipe.data.seq_len,
         precision=recipe.model.precision,
+        adapter=recipe.model.adapter,
+        base=base,
         inner=recipe.strategy.inner,
         data_access=recipe.data.access,
         data_options=recipe.data.read_options().model_dump(mode="json"),
@@ -174,7 +183,7 @@ def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, t
         spec=spec,
         strategy=strategy,
         layout=layout,
-        initial=lambda: initial_vector(recipe.model, config, seed=recipe.seed),
+        initial=lambda: first_parameters(recipe.model, config, layout, seed=recipe.seed),
         aggregation=recipe.aggregation,
         up_codec=recipe.codec.up,
         down_codec=recipe.codec.down,
@@ -182,11 +191,26 @@ def _plan(recipe: Recipe, run_id: str, config: dict[str, Any], layout: Layout, t
         down_rules=recipe.codec.rules("down"),
         compression=recipe.compression,
         **_changeable(recipe),
-        open_objects=(Digest(tokenizer_object),) if tokenizer_object else (),
+        open_objects=tuple(
+            Digest(d) for d in (tokenizer_object, *(each.digest for each in (base.objects if base else ()))) if d
+        ),
     )
     nowhere = Params((Fragment("nowhere", layout.numel),))
     strategy.init(plan.facts(initial=nowhere, zeros=nowhere))  # what it refuses is known before a folder is bound to it
     return plan
+
+
+def _check_adapters(recipe: Recipe, *, on_head: bool) -> None:
+    """RecipeError for what adapters do not go with."""
+    if on_head:
+        raise RecipeError(
+            f"strategy {recipe.strategy.name} trains all weights of a model; remove model.adapter or choose another"
+        )
+    if recipe.strategy.inner.weights != "fp32":
+        raise RecipeError(
+            f'strategy.inner.weights is "{recipe.strategy.inner.weights}" and adapters are trained in fp32; remove it, '
+            'and hold the model below them in fewer bits with model.base = "bf16"'
+        )
 
 
 def _made(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Path, tell: Tell) -> Frozen:
@@ -211,13 +235,15 @@ def _made(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Pat
     options = recipe.data.read_options()
     if options.rows_per_record and tokenizer_dir is not None:
         RecordForm(options, tokenizer_dir)  # a template that cannot be used is refused here, not on every worker
+    config = model_config(recipe.model, tokenizer_dir, seq_len=recipe.data.seq_len)
     return Frozen(
         training=training,
         held_out=held_out,
         corpus_digest=corpus,
         facts=facts,
-        model_config=model_config(recipe.model, tokenizer_dir, seq_len=recipe.data.seq_len),
+        model_config=config,
         has_tokenizer=tokenizer_dir is not None,
+        base=make_base(recipe.model, config, objects, seed=recipe.seed, tell=tell),
     )
 
 

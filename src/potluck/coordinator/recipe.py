@@ -35,7 +35,7 @@ from potluck.coordinator.shipped import shipped
 from potluck.coordinator.transfer import TransferConfig
 from potluck.data.config import DataConfig
 from potluck.fleet.config import FleetConfig
-from potluck.models.config import ModelConfig
+from potluck.models.config import AdapterConfig, ModelConfig
 from potluck.optim.inner import InnerConfig
 from potluck.planner.compression import CompressionConfig
 from potluck.strategies.registry import config_type
@@ -297,7 +297,7 @@ def parse_recipe(table: Mapping[str, Any], where: str = "the recipe") -> Recipe:
 def known_keys() -> list[str]:
     """Every key a recipe may have, in full."""
     keys = ["name", "seed", "strategy", *SECTIONS, "strategy.name", "strategy.inner"]
-    for section, model in (*SECTIONS.items(), ("strategy.inner", InnerConfig)):
+    for section, model in (*SECTIONS.items(), ("strategy.inner", InnerConfig), ("model.adapter", AdapterConfig)):
         keys += [f"{section}.{name}" for name in model.model_fields]
     return keys
 

@@ -25,6 +25,7 @@ __all__ = [
     "layout_of",
     "model_config",
     "skeleton",
+    "stored_model",
     "tokenizer_folder",
 ]
 
@@ -63,7 +64,7 @@ def skeleton(config: dict[str, Any]) -> nn.Module:
 
 def initial_vector(model: ModelConfig, config: dict[str, Any], *, seed: int) -> Tensor:
     """The run's first parameters, flat fp32 on the CPU: random from `seed`, or the stored weights. ModelError."""
-    made = _with_weights(model, config) if model.from_weights else build(config, seed=seed)
+    made = stored_model(model, config) if model.from_weights else build(config, seed=seed)
     layout = layout_of(made)
     vector = torch.empty(layout.numel)
     named = dict(made.named_parameters())
@@ -115,7 +116,8 @@ def _made(config: dict[str, Any]) -> nn.Module:
         raise ModelError(f"the model cannot be built: {first_sentence(error)}; mend its configuration") from error
 
 
-def _with_weights(model: ModelConfig, config: dict[str, Any]) -> nn.Module:
+def stored_model(model: ModelConfig, config: dict[str, Any]) -> nn.Module:
+    """The model with its stored weights, fp32 on the CPU. ModelError if they cannot be had or are not all there."""
     from transformers import AutoModelForCausalLM
 
     source, options = model.source, {"revision": model.revision} if model.revision else {}

@@ -1,4 +1,4 @@
-"""The `[model]` section of a recipe."""
+"""The `[model]` section of a recipe, and what of it a worker is told when the model is a base with adapters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,50 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PrecisionName = Literal["fp32", "bf16-mixed"]
+BasePrecision = Literal["fp32", "bf16", "int8"]
+
+
+class AdapterConfig(BaseModel):
+    """LoRA adapters, in the words of PEFT's LoraConfig. They are what is trained; the model below them is frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(default=8, ge=1, le=1 << 14, description="r: rows of A, columns of B")
+    alpha: float = Field(
+        default=16.0, gt=0, le=1e6, allow_inf_nan=False, description="numerator of the scaling, alpha / rank"
+    )
+    rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
+    target_modules: tuple[str, ...] = Field(
+        min_length=1, max_length=256,
+        description='linear layers that get an adapter, by the end of their names: `["q_proj", "v_proj"]`',
+    )  # fmt: skip
+
+    @property
+    def scaling(self) -> float:
+        """s in W0 + s B A."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+class BaseObject(BaseModel):
+    """One file of the base, an object of the run."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    digest: str
+    num_bytes: int = Field(ge=1)
+
+
+class BaseFiles(BaseModel):
+    """The frozen base as objects of the run: safetensors files (models/base.py)."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    precision: BasePrecision
+    objects: tuple[BaseObject, ...] = Field(default=(), max_length=1 << 14)  # none where nobody starts the run
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.objects)
 
 
 class ModelConfig(BaseModel):
@@ -29,6 +73,16 @@ class ModelConfig(BaseModel):
     precision: PrecisionName = Field(
         default="fp32", description="fp32 or bf16-mixed; a worker that cannot do bf16-mixed well uses fp32"
     )
+    adapter: AdapterConfig | None = Field(
+        default=None,
+        description="train LoRA adapters on the frozen model, in the words of PEFT: `{ rank = 8, alpha = 16, "
+        'rslora = false, target_modules = ["q_proj", "v_proj"] }`',
+    )
+    base: BasePrecision = Field(
+        default="fp32",
+        description="below adapters, how the frozen matrices are held: `fp32`, `bf16`, or `int8` with a scale for each "
+        "row (embedding and head in bf16)",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -41,6 +95,8 @@ class ModelConfig(BaseModel):
             raise ValueError('`config` has no `model_type`; add one, such as model_type = "gpt2"')
         if self.revision is not None and self.hub is None:
             raise ValueError("`revision` belongs to `hub`; remove it or give `hub`")
+        if self.base != "fp32" and self.adapter is None:
+            raise ValueError(f'`base = "{self.base}"` is of a frozen model; give `adapter` too, or remove it')
         return self
 
     @property

@@ -174,9 +174,9 @@ def free_and_total_memory(device: torch.device | str, *, hardware: Hardware = th
     return hardware.memory()
 
 
-def require_memory(num_params: int, *, hardware: Hardware = this_machine) -> None:
+def require_memory(num_params: int, *, copies: int = 2, hardware: Hardware = this_machine) -> None:
     """ResourceError if the first parameters of a model cannot be made here: the model and its flat vector, in fp32."""
-    need_bytes, (free_bytes, _) = 2 * 4 * num_params, hardware.memory()
+    need_bytes, (free_bytes, _) = copies * 4 * num_params, hardware.memory()
     if need_bytes > free_bytes:
         raise ResourceError(
             f"the model has {num_params:,} parameters, so making it needs {need_bytes / 2**30:,.1f} GiB of memory and "

@@ -11,10 +11,9 @@ It is written beside its place and then renamed, so a directory of that name is 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from potluck.models.build import skeleton
 from potluck.models.flat import layout_of
+from potluck.models.tensor_file import Stored, write_tensor_file
 from potluck.storage.files import fsync_folder
 from potluck.types.errors import ModelError
 from potluck.types.params import Layout
@@ -42,58 +42,59 @@ def save_model_dir(
             f"the model to save is {vector.dtype} {list(vector.shape)} and its layout needs torch.float32 "
             f"[{layout.numel}]; save the parameters of this run"
         )
+    with whole_folder(path) as scratch:
+        write_config(scratch, config_json, layout)
+        write_safetensors(scratch / "model.safetensors", vector, layout)
+        write_surroundings(scratch, tokenizer_dir, model_card(card))
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `path` at the end of the block, or is gone if that fails."""
     scratch, before = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
     for leftover in (scratch, before):
         shutil.rmtree(leftover, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        _write_config(scratch, config_json, layout)
-        write_safetensors(scratch / "model.safetensors", vector, layout)
-        if tokenizer_dir is not None:
-            for file in sorted(tokenizer_dir.iterdir()):
-                if file.is_file() and not file.name.startswith("."):
-                    shutil.copyfile(file, scratch / file.name)
-        (scratch / "README.md").write_text(model_card(card), encoding="utf-8", newline="\n")
+        yield scratch
         _put_in_place(scratch, path, before)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def write_surroundings(folder: Path, tokenizer_dir: Path | None, readme: str) -> None:
+    """What goes with any model: its tokenizer and its card."""
+    if tokenizer_dir is not None:
+        for file in sorted(tokenizer_dir.iterdir()):
+            if file.is_file() and not file.name.startswith("."):
+                shutil.copyfile(file, folder / file.name)
+    (folder / "README.md").write_text(readme, encoding="utf-8", newline="\n")
+
+
 def write_safetensors(path: Path, vector: Tensor, layout: Layout) -> None:
-    """A flat model as a safetensors file: a header, then the vector as one run of bytes. Synced to the disk.
-
-    The format: u64 length of the header, the header as JSON (name -> dtype, shape, [start, stop) in bytes), the data.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for spec in layout:
-        header[spec.name] = {
-            "dtype": "F32", "shape": list(spec.shape), "data_offsets": [4 * spec.offset, 4 * spec.stop],
-        }  # fmt: skip
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    data = memoryview(vector.detach().contiguous().numpy().astype("<f4", copy=False)).cast("B")
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for start in range(0, len(data), 64 << 20):  # some systems refuse writes of 2 GiB and more
-            file.write(data[start : start + (64 << 20)])
-        file.flush()
-        os.fsync(file.fileno())
+    """A flat model as a safetensors file. Synced to the disk."""
+    tensors = [Stored(spec.name, torch.float32, spec.shape) for spec in layout]
+    write_tensor_file(path, tensors, (vector[spec.offset : spec.stop].view(spec.shape) for spec in layout))
 
 
-def model_card(card: Mapping[str, Any]) -> str:
+def model_card(card: Mapping[str, Any], *, base_name: str | None = None) -> str:
     """README.md: a YAML header that the hub reads, the run's facts as a table (nested ones flattened), contributors.
 
-    `card["workers"]` are the contributors: each with `id` and `tokens`.
+    `card["workers"]` are the contributors: each with `id` and `tokens`. With `base_name` it is of adapters on that.
     """
+    if base_name is None:
+        library, opens = ["library_name: transformers"], "`AutoModelForCausalLM.from_pretrained`."
+    else:
+        library = ["library_name: peft", *([f"base_model: {json.dumps(base_name)}"] if base_name else [])]
+        opens = f"`PeftModel.from_pretrained` on {base_name or 'the model it was trained on'}."
     facts = {name: value for name, value in card.items() if name != "workers"}
     rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in _flattened("", facts)]
     title = _cell(card.get("name") or card.get("run_id") or "model")
     return "\n".join(
         [
-            "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- potluck", "---", "",
+            "---", *library, "pipeline_tag: text-generation", "tags:", "- potluck", "---", "",
             f"# {title}", "",
-            "Trained with Potluck across machines that belong to different people. Opens with",
-            "`AutoModelForCausalLM.from_pretrained`.", "",
+            "Trained with Potluck across machines that belong to different people. Opens with", opens, "",
             "| fact | value |", "| --- | --- |", *rows, "",
             *_contributors(card.get("workers", ())),
         ]
@@ -110,7 +111,7 @@ def _contributors(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["## Contributors", "", "| member | tokens | share |", "| --- | --- | --- |", *rows, ""]
 
 
-def _write_config(folder: Path, config_json: dict[str, Any], layout: Layout) -> None:
+def write_config(folder: Path, config_json: dict[str, Any], layout: Layout) -> None:
     """config.json and generation_config.json as this version of transformers writes them."""
     model: Any = skeleton(config_json)
     shapes = {spec.name: spec.shape for spec in layout}

@@ -50,7 +50,7 @@ class FlatModel:
                 if not old.is_meta:
                     view.copy_(old)
                 replaced[id(old)] = nn.Parameter(view)
-        _replace(module, replaced)
+        replace_parameters(module, replaced)
         self.module = module.to(self.device)
         self.parameters = [dict(module.named_parameters())[spec.name] for spec in self.layout]
 
@@ -102,8 +102,8 @@ def _check(own: Layout, asked: Layout) -> None:
     raise ModelError(f"the run names {len(asked.tensors)} tensors and {len(want)} of them once; its layout is broken")
 
 
-def _replace(module: nn.Module, replaced: dict[int, nn.Parameter]) -> None:
-    """Put new parameters in the place of old ones, in every module that holds them."""
+def replace_parameters(module: nn.Module, replaced: dict[int, nn.Parameter]) -> None:
+    """Put new parameters in the place of old ones, by their `id`, in every module that holds them."""
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None and id(parameter) in replaced:

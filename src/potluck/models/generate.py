@@ -108,13 +108,20 @@ def _cache_names(model: Any) -> tuple[str, str]:
 def _open(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not (folder / "config.json").is_file():
+    has_adapters = (folder / "adapter_config.json").is_file()
+    if not (folder / "config.json").is_file() and not has_adapters:
         raise ModelError(f"{folder} holds no config.json and a model directory does; give the path that a run printed")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        if has_adapters:
+            from potluck.models.adapter_export import open_adapter_dir
+
+            return open_adapter_dir(folder), tokenizer
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
+    except ModelError:
+        raise
     except Exception as error:  # each kind of damage fails in its own way
         raise ModelError(f"{folder} cannot be opened: {first_sentence(error)}; give a whole model directory") from error
     return model, tokenizer

@@ -11,6 +11,9 @@ goes:
 
 Attention is assumed not to hold its [tokens, tokens] matrix, as `scaled_dot_product_attention` does not on CPU and
 CUDA. The process itself, with its libraries, is there before the model and is not counted.
+
+Below adapters lies a frozen base. It is counted as it is held, mapped or on the device, and has neither gradients nor
+moments; what is counted as parameters are the adapters. On a CPU several workers share its pages, and each needs them.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import Any
 
 from potluck.types.params import type_bytes
 
+_held_product_bytes = 64 << 20
+"""At most: of a matrix of the base in the format of the activations, while it is multiplied."""
 _adafactor_step_bytes = 64 << 20
 """At most: four times what it takes in fp32 at once."""
 
@@ -92,9 +97,11 @@ def training_memory(
     weights: str = "fp32",
     checkpoints_activations: bool = False,
     kept_vectors: float = 0.0,
+    base_bytes: int = 0,
 ) -> TrainingMemory:
     """The need of one replica. `batch_size` is that of a micro-batch; `max_logits_bytes` bounds logits held at once;
-    `kept_vectors` are those of a method (`strategies.strategy.kept_vectors`).
+    `kept_vectors` are those of a method (`strategies.strategy.kept_vectors`). With a frozen base of `base_bytes`,
+    `dims.num_params` are those of the adapters on it.
     """
     weight_bytes = 2 if weights == "bf16" else type_bytes
     model_bytes = weight_bytes * dims.num_params
@@ -109,9 +116,12 @@ def training_memory(
     else:
         activation_bytes = int(tokens * dims.num_layers * per_layer)
     head_bytes = weight_bytes * min(dims.vocab_size * dims.hidden_dim, dims.num_params)
+    if base_bytes:
+        largest = type_bytes * dims.hidden_dim * max(dims.vocab_size, dims.ff_dim)
+        head_bytes = min(largest, _held_product_bytes)
     passing_bytes = activation_bytes + logits_bytes + max(head_bytes, _step_bytes(dims, optimizer))
     return TrainingMemory(
-        device_bytes=2 * model_bytes + moments_bytes + cast_bytes + passing_bytes,
+        device_bytes=base_bytes + 2 * model_bytes + moments_bytes + cast_bytes + passing_bytes,
         host_bytes=moments_bytes,
         kept_bytes=int(kept_vectors * type_bytes * dims.num_params),
     )

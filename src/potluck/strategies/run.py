@@ -15,6 +15,7 @@ from potluck.codecs.delta import CHANGE, WHOLE
 from potluck.codecs.policy import CodecPolicy, CodecRule
 from potluck.codecs.spec import CodecSpec, parse_spec
 from potluck.data.config import rows_per_record
+from potluck.models.config import AdapterConfig, BaseFiles
 from potluck.optim.inner import InnerConfig
 from potluck.planner.compression import CompressionConfig
 from potluck.strategies.state import State
@@ -39,6 +40,8 @@ class RunSpec(BaseModel):
     layout: list[Any]
     seq_len: int = Field(ge=1, le=1 << 24)
     precision: Literal["fp32", "bf16-mixed"] = "fp32"
+    adapter: AdapterConfig | None = None  # then `layout` is of adapters alone, and
+    base: BaseFiles | None = None  # what they sit on
     inner: InnerConfig
     data_access: Literal["shared", "private", "listed"]
     data_options: dict[str, Any] = {}  # how private and listed files are read: data/config.py

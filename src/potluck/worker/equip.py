@@ -9,6 +9,7 @@ from potluck.clock import Clock, Executor
 from potluck.storage.digest import check_digest
 from potluck.strategies.registry import install_tasks
 from potluck.strategies.run import RunSpec
+from potluck.worker.base import fetch_base
 from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
 from potluck.worker.pieces import Pieces
@@ -35,22 +36,32 @@ async def equip(
     max_memory_bytes: int = 0,
     piece_memory_bytes: int = 1 << 30,
     share_dir: Path | None = None,
+    base_share_dir: Path | None = None,
     num_threads: int | None = None,
     make: Callable[..., Runner] = Runner,
 ) -> Runner:
-    """Everything a worker needs before its first task. DataError, ModelError or ResourceError if it cannot be had."""
+    """Everything a worker needs before its first task. DataError, ModelError or ResourceError if it cannot be had.
+
+    ConnectionLost where the link breaks before that: what was fetched is found again the next time.
+    """
     run_folder = await files.run(RunFolder, folder / "runs" / spec.run_id)
     tokenizer = None
     if spec.tokenizer_object:
         digest = check_digest(spec.tokenizer_object)
-        await link.fetch(digest, run_folder.objects, files)
+        await link.fetch_once(digest, run_folder.objects, files)
         tokenizer = await files.run(run_folder.objects.path(digest).read_bytes)
+    share, base_share = (
+        MachineShare(shared / spec.run_id, clock, files) if shared else None
+        for shared in (share_dir, base_share_dir or share_dir)
+    )
 
-    def build() -> Trainer | HollowTrainer:
+    def build(base: Sequence[Path]) -> Trainer | HollowTrainer:
         install_tasks(spec.strategy)
         if not spec.devices_hold_model:
             return HollowTrainer()
-        replica = TorchReplica(spec, device=device, num_threads=num_threads, max_memory_bytes=max_memory_bytes)
+        replica = TorchReplica(
+            spec, device=device, num_threads=num_threads, max_memory_bytes=max_memory_bytes, base=base
+        )
         return Trainer(replica, run_folder, note, now=clock.now, snapshot_every_steps=spec.snapshot_every_steps)
 
     sources = await files.run(
@@ -62,11 +73,15 @@ async def equip(
         for where in sources.own.report.skipped:
             told(f"skipped {where.file}:{where.line}: {where.reason}")  # the place is for the owner only
         note(sources.own.report.sentence())
-    trainer = await compute.run(build)
+    base: list[Path] = []
+    if spec.base is not None:
+        told(f"fetching what is not here yet of the model below the adapters, {spec.base.num_bytes:,} bytes")
+        base = await fetch_base(spec.base, link, run_folder.objects, base_share, files, note)
+    trainer = await compute.run(build, base)
     runner = make(
         spec=spec, folder=run_folder, trainer=trainer, sources=sources, link=link, clock=clock, compute=compute,
         files=files, note=note,
-        share=MachineShare(share_dir / spec.run_id, clock, files) if share_dir else None,
+        share=share,
         pieces=Pieces(
             compute=compute, clock=clock, note=note, limit_bytes=piece_memory_bytes,
         ),

@@ -152,7 +152,7 @@ class _Joining:
                 files=self.files, note=agent.note, told=self.say, data=options.data,
                 num_threads=options.num_threads or None,
                 max_memory_bytes=options.max_memory_bytes, piece_memory_bytes=profile.free_memory_bytes,
-                share_dir=options.share_dir,
+                share_dir=options.share_dir, base_share_dir=options.base_share_dir,
             )  # fmt: skip
             gc.freeze()  # what imports made is no garbage: to look through it again would hold the event loop up
             return runner

@@ -70,13 +70,22 @@ class Link:
         self, digest: Digest, store: ObjectStore, executor: Executor, on_progress: objects.Progress | None = None
     ) -> None:
         """Have an object in `store`, however often the link breaks. Other errors as in `objects.fetch`."""
+        await self.retry(lambda connection: self._fetch_by(connection, digest, store, executor, on_progress))
 
-        async def once(connection: Connection) -> None:
-            timed = _Timed(self._clock, on_progress)
-            await self._mover.fetch(connection, digest, store, executor, timed.moved)
-            timed.end(self.meter.received, self.meter)
+    async def fetch_once(self, digest: Digest, store: ObjectStore, executor: Executor) -> None:
+        """The same before there is work: ConnectionLost where the link breaks, to join again then. What came stays.
 
-        await self.retry(once)
+        A coordinator that was started again knows no member that has not joined it, and would never give the rest.
+        """
+        await self._fetch_by(await self.connection(), digest, store, executor, None)
+
+    async def _fetch_by(
+        self, connection: Connection, digest: Digest, store: ObjectStore, executor: Executor,
+        on_progress: objects.Progress | None,
+    ) -> None:  # fmt: skip
+        timed = _Timed(self._clock, on_progress)
+        await self._mover.fetch(connection, digest, store, executor, timed.moved)
+        timed.end(self.meter.received, self.meter)
 
     async def push(
         self, connection: Connection, digest: Digest, path: Path, purpose: str, executor: Executor,

@@ -22,6 +22,7 @@ class JoinOptions:
     allow_strategies: tuple[Path, ...] = ()
     max_memory_bytes: int = 0  # 0 for no limit
     share_dir: Path | None = None  # where workers of this machine share downloads; None for each its own
+    base_share_dir: Path | None = None  # the same for the frozen model below adapters; None for `share_dir`
     hours: tuple[int, int] | None = None  # local hours of the day in which it works: from, to
     only_when: tuple[Condition, ...] = ()  # and only while all of these hold
     max_upload_bytes_per_s: float = 0.0  # 0 for no limit

@@ -9,26 +9,27 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from potluck.models.build import checkpoint_activations, skeleton
-from potluck.models.device import Hardware, choose_precision, free_and_total_memory, this_machine
+from potluck.models.device import Hardware, choose_precision, this_machine
 from potluck.models.family import has_dropout
 from potluck.models.flat import FlatModel
-from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES, TokenLoss, num_predicted
+from potluck.models.loss import HeadProducts, TokenLoss, num_predicted
 from potluck.optim.inner import learning_rate
-from potluck.planner.memory import ModelDims, TrainingMemory, check_fits, training_memory
 from potluck.strategies.replica import Kept, Loss, Mailbox, Step, TaskCancelled
 from potluck.strategies.run import RunSpec
-from potluck.types.errors import CorruptError, DataError, ModelError, NotFinite, ResourceError
+from potluck.types.errors import CorruptError, DataError, ModelError, NotFinite
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
 from potluck.worker.inner_optimizer import InnerOptimizer
+from potluck.worker.need import check_memory
 from potluck.worker.steering import Steering
 
 KEPT = "kept."
@@ -56,8 +57,11 @@ class TorchReplica:
         max_memory_bytes: int = 0,
         hardware: Hardware = this_machine,
         now: Callable[[], float] = time.perf_counter,
+        base: Sequence[Path] = (),
     ) -> None:
-        """ModelError if the run's model cannot be built here, ResourceError if it does not fit."""
+        """`base` are the files of the run's frozen base, where it has one. ModelError if the run's model cannot be
+        built here or the base is another model's, ResourceError if it does not fit.
+        """
         if num_threads:
             torch.set_num_threads(num_threads)
         self.device = torch.device(device)
@@ -65,17 +69,19 @@ class TorchReplica:
         self.on_step: Callable[[StepInfo], None] = lambda _: None
         self._inner, self._seq_len, self._seed, self._now = spec.inner, spec.seq_len, spec.seed, now
         layout, vocab_size = _read_shape(spec)
-        _check_memory(
+        check_memory(
             spec, layout, self.device, self.precision.name, max_memory_bytes=max_memory_bytes, hardware=hardware
         )
         is_bf16 = spec.inner.weights == "bf16"
         dtype = torch.bfloat16 if is_bf16 else torch.float32
-        self._flat = FlatModel(skeleton(spec.model_config_json), layout=layout, device=self.device, dtype=dtype)
+        self._flat = FlatModel(_module(spec, base), layout=layout, device=self.device, dtype=dtype)
         if spec.inner.checkpoint_activations:
             checkpoint_activations(self._flat.module)
         autocast = None if is_bf16 else self.precision.autocast
-        marked = spec.rows_per_record > 0
-        self._loss = TokenLoss(self._flat.module, vocab_size=vocab_size, autocast=autocast, marked=marked)
+        head, marked = _head_products(spec, autocast), spec.rows_per_record > 0
+        self._loss = TokenLoss(
+            self._flat.module, vocab_size=vocab_size, autocast=autocast, marked=marked, head=head
+        )  # fmt: skip
         self._loaded: Vector | None = None  # where weights are rounded: what they were rounded from
         self._has_dropout = has_dropout(spec.model_config_json)
         self._optimizer = InnerOptimizer(self._flat, spec.inner)
@@ -333,36 +339,22 @@ def _check_predicted(num_tokens: int) -> None:
         raise DataError("the data of a step holds no token to predict; check the data")
 
 
-def replica_memory(spec: RunSpec, num_params: int, *, precision: str) -> TrainingMemory:
-    """What a replica of the run's model takes on a device that computes in this precision."""
-    return training_memory(
-        ModelDims.of(spec.model_config_json, num_params),
-        batch_size=spec.inner.batch_size,
-        seq_len=spec.seq_len,
-        optimizer=spec.inner.optimizer,
-        precision=precision,
-        weights=spec.inner.weights,
-        checkpoints_activations=spec.inner.checkpoint_activations,
-        kept_vectors=spec.kept_vectors,
-        max_logits_bytes=max(MAX_WHOLE_BYTES, CHUNK_BYTES),
-    )
+def _module(spec: RunSpec, base: Sequence[Path]) -> nn.Module:
+    """The run's model as it comes before its parameters: all on `meta`, or adapters on a base that is mapped."""
+    if spec.adapter is None:
+        return skeleton(spec.model_config_json)
+    from potluck.models.adapters import inject
+    from potluck.models.base import mapped_model
+
+    if spec.base is None or not base:
+        raise ModelError("the run trains adapters and its base did not come with it; check the coordinator's version")
+    return inject(mapped_model(spec.model_config_json, spec.base.precision, base), spec.adapter)
 
 
-def _check_memory(
-    spec: RunSpec, layout: Layout, device: torch.device, precision: str, *, max_memory_bytes: int, hardware: Hardware
-) -> None:
-    """ResourceError if training this model would need more than there is, or more than the owner gives."""
-    need = replica_memory(spec, layout.numel, precision=precision)
-    free, _ = free_and_total_memory(device, hardware=hardware)
-    host_free, _ = hardware.memory()
-    limited = ""
-    if max_memory_bytes and max_memory_bytes < host_free:
-        host_free, limited = max_memory_bytes, " within --max-memory"
-        free = free if device.type == "cuda" else min(free, max_memory_bytes)
-    lacking = check_fits(need, device=str(device), device_free_bytes=free, host_free_bytes=host_free)
-    if lacking:
-        remedy = "raise it, or use a bigger machine" if limited else "close other programs, or use a bigger machine"
-        raise ResourceError(
-            f"training this model of {layout.numel:,} parameters {lacking}{limited}; lower strategy.inner.batch_size "
-            f"or data.seq_len, {remedy}"
-        )
+def _head_products(spec: RunSpec, autocast: torch.dtype | None) -> HeadProducts | None:
+    """How chunks of logits are multiplied where the head is held in another format than they are."""
+    if spec.base is None or spec.base.precision == "fp32" or autocast is not None:
+        return None
+    from potluck.models.held import HeldHead
+
+    return HeldHead()

@@ -63,9 +63,11 @@ class Sources:
         return int(self.spec.model_config_json["vocab_size"])
 
     def digests(self) -> set[Digest]:
-        """Objects to keep: the shards it read last, and the tokenizer."""
-        tokenizer = {Digest(self.spec.tokenizer_object)} if self.spec.tokenizer_object else set[Digest]()
-        return tokenizer | set(list(self._shards_read)[-MAX_SHARDS_KEPT:])
+        """Objects to keep: the shards it read last, the tokenizer, and the model's frozen base."""
+        whole = {Digest(self.spec.tokenizer_object)} if self.spec.tokenizer_object else set[Digest]()
+        if self.spec.base is not None:
+            whole |= {Digest(each.digest) for each in self.spec.base.objects}
+        return whole | set(list(self._shards_read)[-MAX_SHARDS_KEPT:])
 
     @contextmanager
     def open(self, lease: pb.Lease) -> Iterator[Fed]:

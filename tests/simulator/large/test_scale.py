@@ -31,7 +31,7 @@ from potluck.strategies.strategy import Strategy
 from potluck.strategies.sync_sgd import SyncSGD, SyncSGDConfig
 from potluck.transport.memory import Link
 from potluck.types.ids import WorkerId
-from potluck.worker.replica import replica_memory
+from potluck.worker.need import replica_memory
 
 at_once = CoordinatorMachine(
     check_bytes_per_s=math.inf, add_bytes_per_s=math.inf, apply_bytes_per_s=math.inf, encode_bytes_per_s=math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,19 +19,25 @@ from potluck.data.dealer import Dealer, DealState
 from potluck.data.epoch import epoch_order
 from potluck.data.shards import Shard
 from potluck.fleet.config import FleetConfig
-from potluck.models.build import build
+from potluck.models.build import build, layout_of
+from potluck.models.config import AdapterConfig, BaseFiles, BasePrecision, ModelConfig
 from potluck.models.flat import FlatModel
 from potluck.optim.inner import InnerConfig
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import Budget, RunSpec
 from potluck.strategies.strategy import HeadStrategy, Strategy, kept_vectors
+from potluck.types.ids import Digest
+from potluck.types.params import Layout
 
 vocab_size = 32
 
 
 @dataclass(kw_only=True)
 class Problem:
-    """Sequences that follow a rule (next = 3 * token + 1 or 2, mod 32), and a tiny model that can learn it."""
+    """Sequences that follow a rule (next = 3 * token + 1 or 2, mod 32), and a tiny model that can learn it.
+
+    With `adapter` only LoRA adapters learn it, on that model as it begins, held in the precision `base`.
+    """
 
     family: str = "gpt2"
     num_rounds: int = 3
@@ -46,6 +53,8 @@ class Problem:
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     up_codec: str = "fp32"
     down_codec: str = "fp32"
+    adapter: AdapterConfig | None = None
+    base: BasePrecision = "fp32"
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -76,8 +85,20 @@ class Problem:
         }  # fmt: skip
 
     def model(self) -> nn.Module:
-        """The model as the run starts it."""
-        return build(self.config_json(), seed=self.seed)
+        """The model as the run starts it: by PEFT's own hand where there are adapters, all other weights frozen."""
+        model = build(self.config_json(), seed=self.seed)
+        if self.adapter is None:
+            return model
+        from peft import LoraConfig, inject_adapter_in_model
+
+        settings = LoraConfig(
+            r=self.adapter.rank, lora_alpha=self.adapter.alpha, use_rslora=self.adapter.rslora,  # pyright: ignore[reportArgumentType]
+            target_modules=list(self.adapter.target_modules), fan_in_fan_out=self.family == "gpt2",
+        )  # fmt: skip
+        inject_adapter_in_model(settings, model)
+        flat = FlatModel(model)
+        flat.load(self._initial_adapters(flat.layout))
+        return model
 
     def dealt(self, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[dict[str, Tensor]]:
         """The sequences that workers read when `rounds` asks for (worker, num_sequences) in turn, all consumed."""
@@ -122,7 +143,21 @@ class Problem:
 
     # For a run
 
+    def _initial_adapters(self, layout: Layout) -> Tensor:
+        from potluck.models.adapters import initial_adapters
+
+        return initial_adapters(layout, seed=self.seed)
+
+    def _write_base(self, objects: ObjectStore) -> BaseFiles | None:
+        if self.adapter is None:
+            return None
+        from potluck.models.base import write_base
+
+        model = ModelConfig(config=self.config_json(), adapter=self.adapter, base=self.base)
+        return write_base(model, self.config_json(), objects, seed=self.seed, object_bytes=4096)
+
     def make_deck(self, objects: ObjectStore) -> Deck:
+        self._write_base(objects)
         self._digests = [self._store(objects, s) for s in self.shards]
         training = [
             Shard(name=d, num_sequences=len(s), digest=d) for d, s in zip(self._digests, self.shards, strict=True)
@@ -143,17 +178,20 @@ class Problem:
         return objects.adopt(path)
 
     def plan(self, strategy: Strategy) -> Plan:
-        flat = FlatModel(self.model())
-        layout = flat.layout
+        model = self.model()
+        layout = layout_of(model)
+        with tempfile.TemporaryDirectory() as folder:
+            base = self._write_base(ObjectStore(Path(folder)))
         spec = RunSpec(
             run_id="contract", name="contract", seed=self.seed, strategy=type(strategy).__name__,
             model_config_json=self.config_json(), layout=layout.to_json(), seq_len=self.seq_len, inner=self.inner,
-            data_access="shared", heartbeat_s=self.fleet.heartbeat_s,
+            data_access="shared", heartbeat_s=self.fleet.heartbeat_s, adapter=self.adapter, base=base,
             snapshot_every_steps=self.fleet.snapshot_every_steps,
             devices_hold_model=not isinstance(strategy, HeadStrategy), kept_vectors=kept_vectors(strategy),
         )  # fmt: skip
         return Plan(
-            spec=spec, strategy=strategy, layout=layout, initial=flat.params, budget=Budget(rounds=self.num_rounds),
-            fleet=self.fleet, checkpoint=self.checkpoint, validation=self.validating,
-            aggregation=self.aggregation, up_codec=self.up_codec, down_codec=self.down_codec,
+            spec=spec, strategy=strategy, layout=layout, initial=FlatModel(model).params,
+            budget=Budget(rounds=self.num_rounds), fleet=self.fleet, checkpoint=self.checkpoint,
+            validation=self.validating, aggregation=self.aggregation, up_codec=self.up_codec,
+            down_codec=self.down_codec, open_objects=[Digest(each.digest) for each in base.objects] if base else (),
         )  # fmt: skip

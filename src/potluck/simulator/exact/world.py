@@ -326,7 +326,7 @@ def copy_disk(old: Path, new: Path) -> None:
 class Tap:
     """A worker's connection: ends with its process, and counts the bytes of objects.
 
-    Counted are chunks up, and chunks down that are not training data.
+    Counted are chunks up, and chunks down that are neither training data nor what every member has from the start.
     """
 
     def __init__(self, inner: Connection, world: World, life: Life, id: WorkerId) -> None:
@@ -403,7 +403,8 @@ class TappedChannel:
         if self._first:  # GetObject or ObjectInfo
             self._first = False
             run = self._world.run
-            self._counts_down = run is None or pb.GetObject.FromString(message).digest not in run.deck.digests()
+            digest = pb.GetObject.FromString(message).digest
+            self._counts_down = run is None or digest not in {*run.deck.digests(), *run.plan.open_objects}
         else:
             counts = self._world.object_bytes_up
             counts[self._id] = counts.get(self._id, 0) + len(message) - CHUNK_HEADER_BYTES

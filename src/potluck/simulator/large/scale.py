@@ -40,7 +40,7 @@ from potluck.strategies.state import State
 from potluck.types.errors import RunStopped
 from potluck.types.ids import WorkerId
 from potluck.types.profile import Speeds
-from potluck.worker.replica import replica_memory
+from potluck.worker.need import replica_memory
 
 longest_play_s = 1e7
 """Of virtual time."""

@@ -1,0 +1,61 @@
+"""Whether a run's replica fits on this machine, asked before it is built."""
+
+from __future__ import annotations
+
+import torch
+
+from potluck.models.build import skeleton
+from potluck.models.device import Hardware, free_and_total_memory
+from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES
+from potluck.planner.memory import ModelDims, TrainingMemory, check_fits, training_memory
+from potluck.strategies.run import RunSpec
+from potluck.types.errors import ResourceError
+from potluck.types.params import Layout
+
+
+def replica_memory(spec: RunSpec, num_params: int, *, precision: str) -> TrainingMemory:
+    """What a replica takes that trains `num_params` parameters on a device that computes in this precision."""
+    return training_memory(
+        ModelDims.of(spec.model_config_json, num_params),
+        batch_size=spec.inner.batch_size,
+        seq_len=spec.seq_len,
+        optimizer=spec.inner.optimizer,
+        precision=precision,
+        weights=spec.inner.weights,
+        checkpoints_activations=spec.inner.checkpoint_activations,
+        kept_vectors=spec.kept_vectors,
+        max_logits_bytes=max(MAX_WHOLE_BYTES, CHUNK_BYTES),
+        base_bytes=_base_bytes(spec),
+    )
+
+
+def _base_bytes(spec: RunSpec) -> int:
+    """Of the frozen base as it is held, from the model itself: what the coordinator says of it is not asked."""
+    if spec.base is None:
+        return 0
+    from potluck.models.base import held_bytes
+
+    return held_bytes(skeleton(spec.model_config_json), spec.base.precision)
+
+
+def check_memory(
+    spec: RunSpec, layout: Layout, device: torch.device, precision: str, *, max_memory_bytes: int, hardware: Hardware
+) -> None:
+    """ResourceError if training this model would need more than there is, or more than the owner gives."""
+    need = replica_memory(spec, layout.numel, precision=precision)
+    free, _ = free_and_total_memory(device, hardware=hardware)
+    host_free, _ = hardware.memory()
+    limited = ""
+    if max_memory_bytes and max_memory_bytes < host_free:
+        host_free, limited = max_memory_bytes, " within --max-memory"
+        free = free if device.type == "cuda" else min(free, max_memory_bytes)
+    lacking = check_fits(need, device=str(device), device_free_bytes=free, host_free_bytes=host_free)
+    if lacking:
+        remedy = "raise it, or use a bigger machine" if limited else "close other programs, or use a bigger machine"
+        what = f"this model of {layout.numel:,} parameters"
+        if spec.base is not None:
+            what = f"adapters of {layout.numel:,} parameters on this model, {_base_bytes(spec):,} bytes in "
+            what += spec.base.precision
+        raise ResourceError(
+            f"training {what} {lacking}{limited}; lower strategy.inner.batch_size or data.seq_len, {remedy}"
+        )
