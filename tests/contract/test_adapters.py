@@ -24,6 +24,7 @@ from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.fed_avg import FedAvg, FedAvgConfig
 from potluck.strategies.run import RunSpec
 from potluck.strategies.strategy import Strategy
+from potluck.strategies.zeroth_order import ZerothOrder, ZerothOrderConfig
 from potluck.transport.memory import Link
 from potluck.types.errors import ModelError
 from potluck.types.ids import WorkerId
@@ -52,7 +53,7 @@ methods: dict[str, tuple[Callable[[], Strategy], Callable[[Problem], Tensor]]] =
 
 def problem_of(family: str = "llama", **changes: Any) -> Problem:
     inner = InnerConfig(lr=1e-2, batch_size=4, warmup=0.1, weight_decay=0.1)
-    return Problem(family=family, adapter=adapters[family], num_rounds=3, inner=inner, **changes)
+    return Problem(family=family, adapter=adapters[family], inner=inner, **{"num_rounds": 3, **changes})
 
 
 @pytest.mark.parametrize(("method", "family"), [("fed_avg", "gpt2"), ("fed_avg", "llama"), ("diloco", "llama")])
@@ -76,6 +77,15 @@ def test_a_base_held_in_fewer_bits_learns_alike() -> None:
 
 def test_stop_and_resume_changes_nothing() -> None:
     checks.resumes_exactly(problem_of(base="int8"), make_diloco, moments=(0.3, 0.7))
+
+
+def test_seeds_and_slopes_are_enough_for_adapters() -> None:
+    """Zeroth order on an int8 base: no worker sends an object, and each was given the first adapters only."""
+    problem = problem_of(base="int8", num_rounds=12)
+    problem.inner = InnerConfig(lr=2.0, batch_size=4, optimizer="sgd", weight_decay=0.0, warmup=0.0)
+    got = checks.run(problem, lambda: ZerothOrder(ZerothOrderConfig()), num_workers=2)
+    assert not got.bytes_up and got.losses[12] < got.losses[0] - 0.01
+    assert set(got.bytes_down.values()) == {3840}
 
 
 def test_only_adapters_travel() -> None:

@@ -56,6 +56,7 @@ def check_memory(
         if spec.base is not None:
             what = f"adapters of {layout.numel:,} parameters on this model, {_base_bytes(spec):,} bytes in "
             what += spec.base.precision
+            remedy = f"hold it in fewer bits with model.base, {remedy}" if spec.base.precision != "int8" else remedy
         raise ResourceError(
             f"training {what} {lacking}{limited}; lower strategy.inner.batch_size or data.seq_len, {remedy}"
         )
