@@ -16,6 +16,7 @@ from potluck.aggregation.config import AggregationConfig
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.contract.checks import cost_s
 from potluck.fleet.config import FleetConfig
+from potluck.models.config import AdapterConfig
 from potluck.optim.inner import InnerConfig
 from potluck.optim.zeroth_order import rebuild
 from potluck.simulator.exact.problem import Problem
@@ -184,3 +185,21 @@ def test_the_loss_falls(tmp_path: Path) -> None:
     world, _ = play(problem, tmp_path, ZerothOrderConfig(num_perturbations=16))
     assert world.last is not None
     assert world.last.losses[12] < world.last.losses[0] - 0.05
+
+
+@pytest.mark.parametrize(("history_rounds", "pool_size"), [(256, 0), (2, 8)])
+def test_with_adapters_nobody_is_sent_any_parameters(tmp_path: Path, history_rounds: int, pool_size: int) -> None:
+    """Not even who missed more than is remembered, where a pool tells it."""
+    adapter = AdapterConfig(rank=2, alpha=4.0, target_modules=("q_proj", "v_proj"))
+    problem = problem_of(family="llama", adapter=adapter, base="fp32")
+    config = ZerothOrderConfig(num_perturbations=3, history_rounds=history_rounds, pool_size=pool_size)
+    world, state = play(problem, tmp_path, config, away_s=5.0)
+    assert [names[1] in workers for workers in present(world)] == [True] * 3 + [False] * 5 + [True] * 4
+    assert world.last is not None
+    params = world.last.params.read(state.params)
+    assert (params - world.last.params.read(state.initial)).abs().max() > 1e-4
+    for name in names:
+        found = thetas(world, state, ZerothOrder(config), name)
+        assert min(float((theta - params).abs().max()) for theta in found) < 1e-6
+    assert {world.object_bytes_down.get(name, 0) for name in names} == {0}
+    assert {world.object_bytes_up.get(name, 0) for name in names} == {0}

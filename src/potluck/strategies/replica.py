@@ -114,6 +114,10 @@ class Replica(Protocol):
         complements: models.loss says what to give the model."""
         ...
 
+    def first(self) -> Vector:
+        """The run's first parameters, where `RunFacts.first_is_known`."""
+        ...
+
     def load(self, theta: Vector | Tensor) -> None:
         """Set every parameter. theta: fp32 [layout.numel], on any device."""
         ...

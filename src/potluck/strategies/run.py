@@ -94,6 +94,7 @@ class RunFacts:
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     min_workers: int = 1  # that the recipe has a round wait for
     balances: bool = False  # whether slower workers may be given less to do
+    first_is_known: bool = False  # whether a worker makes the run's first parameters itself (`Replica.first`)
     model_config: Mapping[str, Any] = field(default_factory=dict[str, Any])  # a transformers configuration
     precision: str = "fp32"
     rows_per_record: int = 0  # 0: data is running text, of which every token is predicted

@@ -6,7 +6,9 @@
 
 Seeds follow from the run's seed, so that a round is K P numbers up and as many down. A worker keeps theta from round to
 round and replays the rounds it missed, bit for bit: DeComFL, Li et al. 2024, arXiv:2405.15861, with central differences
-unless the recipe says `forward`. Who has missed more than `history_rounds`, or is new, is given the parameters.
+unless the recipe says `forward`. Who has missed more than `history_rounds` is given the parameters. So is who is new,
+unless the run trains adapters: a worker makes their first values itself, and replays all rounds as long as none is
+forgotten.
 
 With `pool_size` seeds come from a pool of so many and theta is known by one sum a seed: who is new is given the run's
 first parameters and these sums, however long the run is (FedKSeed, Qin et al. 2023, arXiv:2312.06353). Such a worker's
@@ -119,11 +121,14 @@ def unpacked(text: object, dtype: str = "<f4") -> tuple[float, ...]:
 # The half that runs on the device.
 @task("zeroth_order.inner", kind="pinned", numbers=("num_tokens", "loss_sum"))
 def inner(
-    replica: Replica, *, theta: Vector | None, sums: Sequence[Any] | None, missed: Sequence[Any],
+    replica: Replica, *, theta: Vector | None, is_first: bool, sums: Sequence[Any] | None, missed: Sequence[Any],
     seeds: Sequence[Sequence[int]], lr: float, epsilon: float, difference: Difference, num_sequences: int,
 ) -> Result:  # fmt: skip
-    """`missed`: [[seeds, slopes, lr], ...] of steps. `sums`: [seeds, sums] of the pool, to begin with."""
-    kept = _caught_up(replica, theta=theta, sums=sums, missed=missed)
+    """Begins with `theta`, or where that is None the run's first parameters (`is_first`) or its own.
+
+    `missed`: [[seeds, slopes, lr], ...] of steps since. `sums`: [seeds, sums] of the pool, since the first.
+    """
+    kept = _caught_up(replica, theta=theta, is_first=is_first, sums=sums, missed=missed)
     local = kept if len(seeds) == 1 else kept.clone()
     local = local.to(replica.weights.device)
     batches, slopes = replica.batches(), list[float]()
@@ -146,20 +151,23 @@ def inner(
 
 @task("zeroth_order.loss", kind="pinned", numbers=("num_tokens", "loss_sum"))
 def held_out_loss(
-    replica: Replica, *, theta: Vector | None, sums: Sequence[Any] | None, missed: Sequence[Any]
+    replica: Replica, *, theta: Vector | None, is_first: bool, sums: Sequence[Any] | None, missed: Sequence[Any]
 ) -> Result:
-    replica.load(_caught_up(replica, theta=theta, sums=sums, missed=missed))
+    replica.load(_caught_up(replica, theta=theta, is_first=is_first, sums=sums, missed=missed))
     losses = [replica.evaluate(tokens) for tokens in replica.batches()]
     return Result({"loss_sum": sum(x.loss_sum for x in losses), "num_tokens": sum(x.num_tokens for x in losses)})
 
 
-def _caught_up(replica: Replica, *, theta: Vector | None, sums: Sequence[Any] | None, missed: Sequence[Any]) -> Tensor:
+def _caught_up(
+    replica: Replica, *, theta: Vector | None, is_first: bool, sums: Sequence[Any] | None, missed: Sequence[Any]
+) -> Tensor:
     """The worker's own copy of the parameters, as they are now."""
-    if theta is None:
+    given = replica.first() if is_first else theta
+    if given is None:
         kept = replica.kept[_theta]
     else:
         kept = replica.kept.make(_theta)
-        for low, part in theta.slices():
+        for low, part in given.slices():
             kept[low : low + len(part)] = part
     if sums is not None:
         rebuild(kept, pool=SeedPool(tuple(sums[0]), unpacked(sums[1])))
@@ -269,19 +277,19 @@ class ZerothOrder:
 
     def _catching_up(self, state: ZerothOrderState, run: RunFacts, worker: WorkerInfo) -> dict[str, Any]:
         """Arguments that bring a worker's parameters to what they are now."""
+        known: dict[str, Any] = {"theta": None, "is_first": False, "sums": None, "missed": []}
         since = state.held.get(worker.id) if worker.holds_state else None
-        if since is None:
-            if not state.sums:
-                return {"theta": state.params, "sums": None, "missed": []}
-            pool = self.pool(state, run)
-            sums = [list(pool.seeds), packed(pool.sums)]
-            return {"theta": state.initial, "sums": sums, "missed": []}
-        rounds = [Round.from_json(each) for each in state.history if int(each["round"]) >= since]
-        steps = [step for each in rounds for step in each.steps(self._taken(run, each))]
-        return {
-            "theta": None, "sums": None,
-            "missed": [[list(step.seeds), packed(step.scalars), step.lr] for step in steps],
-        }  # fmt: skip
+        if since is None and run.first_is_known and len(state.history) == state.round:
+            since, known["is_first"] = 0, True
+        if since is not None:
+            rounds = [Round.from_json(each) for each in state.history if int(each["round"]) >= since]
+            steps = [step for each in rounds for step in each.steps(self._taken(run, each))]
+            return known | {"missed": [[list(step.seeds), packed(step.scalars), step.lr] for step in steps]}
+        if not state.sums:
+            return known | {"theta": state.params}
+        pool = self.pool(state, run)
+        first = {"is_first": True} if run.first_is_known else {"theta": state.initial}
+        return known | {**first, "sums": [list(pool.seeds), packed(pool.sums)]}
 
     def joined(
         self, got: Replies, run: RunFacts, num_steps: int, *, num_needed: int
@@ -335,11 +343,11 @@ class ZerothOrder:
         return SeedPool(self._pool_seeds(run), unpacked(state.sums, "<f8"))
 
     def estimate(self, run: RunFacts) -> RoundBytes:
-        """No object travels once a worker has the parameters."""
+        """No object travels once a worker has the parameters, and with adapters none at all."""
         return RoundBytes(up=0, down=0)
 
     def total(self, run: RunFacts, num_rounds: int) -> RoundBytes:
-        return RoundBytes(up=0, down=run.down_bytes())
+        return RoundBytes(up=0, down=0 if run.first_is_known else run.down_bytes())
 
 
 def _seed(run: RunFacts, what: str) -> int:

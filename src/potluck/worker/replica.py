@@ -184,6 +184,11 @@ class TorchReplica:
     def is_cut_short(self) -> bool:
         return self._is_cut_short()
 
+    def first(self) -> Vector:
+        from potluck.models.adapters import initial_adapters
+
+        return Vector.of(initial_adapters(self.layout, seed=self._seed))
+
     def load(self, theta: Vector | Tensor) -> None:
         self.begins_from(theta)
         self._flat.load(theta)

@@ -77,6 +77,9 @@ class ResumableReplica:
     def weights(self) -> Tensor:
         return self._otherwise().weights
 
+    def first(self) -> Vector:
+        return self._replica.first()
+
     @property
     def mailbox(self) -> Mailbox:
         return self._otherwise().mailbox

@@ -97,6 +97,9 @@ class CountingReplica:
             rows = min(size, self._num_sequences - start)
             yield torch.empty((rows, self._spec.seq_len + 1), dtype=torch.int64, device="meta")
 
+    def first(self) -> Vector:
+        return without_values(self.layout)
+
     def load(self, theta: Vector | Tensor) -> None:
         pass
 
