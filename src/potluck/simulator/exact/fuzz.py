@@ -155,9 +155,11 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
         return replace(case, rule="mean", num_rounds=3 * case.num_rounds)  # a round takes as little as one update
     if case.strategy == "streaming_diloco":  # rounds overlap: it takes some until all that can be under way is
         case = _with_lost_work(case, chance, kinds) if chance.random() < 0.5 else case
-        return replace(case, num_rounds=case.num_rounds + 3)
+        return replace(case, num_rounds=case.num_rounds + 3, balance="none")
     if case.strategy not in _local_steps:
         return case
+    if case.strategy == "fed_avg" and federated(case).control_variates:
+        case = replace(case, balance="none")
     if case.balance == "none":
         return _with_lost_work(case, chance, kinds) if chance.random() < 0.5 else case
     return _with_late_work(case, chance, kinds)
@@ -167,7 +169,7 @@ def asynchronous(case: Case) -> AsyncDiLoCoConfig:
     """One of the ways to count updates; how long a cycle is does not depend on who is here."""
     chance = random.Random(f"asynchronous/{case.seed}")
     quorum = chance.choice((0.0, 0.0, 0.5, 1.0))
-    return AsyncDiLoCoConfig(
+    settings = AsyncDiLoCoConfig(
         num_inner_steps=case.num_inner_steps,
         outer_momentum=0.6,
         momentum_every=chance.choice((1, 2, 3, 4)),
@@ -175,9 +177,11 @@ def asynchronous(case: Case) -> AsyncDiLoCoConfig:
         updates_per_commit=chance.choice((1, 1, 2, 3)),
         staleness=chance.choice(("none", "polynomial", "hinge")),
         staleness_free=1,
-        quorum=quorum,
         grace=chance.choice((0.0, 0.5, 2.0)),
     )
+    if quorum:  # in place of a number of updates
+        settings = settings.model_copy(update={"quorum": quorum, "updates_per_commit": 1})
+    return settings
 
 
 def federated(case: Case) -> FedAvgConfig:
