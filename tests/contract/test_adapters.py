@@ -80,12 +80,12 @@ def test_stop_and_resume_changes_nothing() -> None:
 
 
 def test_seeds_and_slopes_are_enough_for_adapters() -> None:
-    """Zeroth order on an int8 base: no worker sends an object, and each was given the first adapters only."""
+    """Zeroth order on an int8 base: no worker sends an object, and none is given one."""
     problem = problem_of(base="int8", num_rounds=12)
     problem.inner = InnerConfig(lr=2.0, batch_size=4, optimizer="sgd", weight_decay=0.0, warmup=0.0)
     got = checks.run(problem, lambda: ZerothOrder(ZerothOrderConfig()), num_workers=2)
     assert not got.bytes_up and got.losses[12] < got.losses[0] - 0.01
-    assert set(got.bytes_down.values()) == {3840}
+    assert not got.bytes_down
 
 
 def test_only_adapters_travel() -> None:
