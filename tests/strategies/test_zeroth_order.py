@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +23,15 @@ from potluck.optim.zeroth_order import rebuild
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
 from potluck.strategies import zeroth_order
-from potluck.strategies.fleet import Replies, Reply
+from potluck.strategies.fleet import Replies, Reply, WorkerInfo
 from potluck.strategies.run import RunFacts
+from potluck.strategies.task import BoundTask
 from potluck.strategies.zeroth_order import ZerothOrder, ZerothOrderConfig, ZerothOrderState, packed
 from potluck.transport.memory import Link
 from potluck.types.errors import RecipeError, RoundFailed
 from potluck.types.ids import WorkerId
 from potluck.types.params import Fragment, Params
+from potluck.types.profile import DeviceProfile
 from potluck.worker.replica import KEPT
 
 names = ("w1", "w2", "w3")
@@ -203,3 +206,35 @@ def test_with_adapters_nobody_is_sent_any_parameters(tmp_path: Path, history_rou
         assert min(float((theta - params).abs().max()) for theta in found) < 1e-6
     assert {world.object_bytes_down.get(name, 0) for name in names} == {0}
     assert {world.object_bytes_up.get(name, 0) for name in names} == {0}
+
+
+class Losing:
+    """A fleet of two, of whom w2 is lost in its first task."""
+
+    def __init__(self, run: RunFacts) -> None:
+        self.run, self.asked = run, list[dict[str, int]]()
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        names = ("w1", "w2") if not self.asked else ("w1",)
+        profile = DeviceProfile(device="cpu", device_name="", platform="", num_threads=1, total_memory_bytes=1)
+        return tuple(WorkerInfo(id=WorkerId(name), profile=profile) for name in names)
+
+    async def call(self, tasks: dict[WorkerId, BoundTask], *, key: str, min_replies: int) -> Replies:
+        assert key == f"validation-{len(self.asked)}" and min_replies == 1
+        self.asked.append({worker: task.held_out_part for worker, task in tasks.items()})
+        scalars = {"num_tokens": 10, "loss_sum": 20.0}
+        return Replies(replies=(Reply(worker=WorkerId("w1"), key=key, scalars=scalars),))
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "asked", "num_tokens"),
+    [(3, [{"w1": 0, "w2": 1}, {"w1": 1}, {"w1": 2}], 30), (0, [{"w1": 0, "w2": 0}], 10)],
+)
+def test_a_part_of_the_validation_data_whose_worker_was_lost_is_done_by_another(
+    num_parts: int, asked: list[dict[str, int]], num_tokens: int
+) -> None:
+    facts = facts_of(problem_of())
+    strategy, fleet = ZerothOrder(ZerothOrderConfig()), Losing(facts)
+    loss = asyncio.run(strategy.validate(strategy.init(facts), fleet, num_parts=num_parts))  # pyright: ignore[reportArgumentType]
+    assert fleet.asked == asked
+    assert (loss.num_tokens, loss.loss_sum) == (num_tokens, 2.0 * num_tokens)

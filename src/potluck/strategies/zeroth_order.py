@@ -14,7 +14,7 @@ With `pool_size` seeds come from a pool of so many and theta is known by one sum
 first parameters and these sums, however long the run is (FedKSeed, Qin et al. 2023, arXiv:2312.06353). Such a worker's
 parameters are those of the others to fp32 tolerance.
 
-Workers need the memory that inference takes and one vector of the trainable parameters. The loss a worker reports is
+Workers keep no gradient, activations or optimizer state, and one vector of the trainable parameters. The loss a worker reports is
 the mean of all it has seen, beside theta as well.
 """
 
@@ -27,7 +27,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import count
 from typing import Any, ClassVar
 
 import numpy as np
@@ -253,21 +253,26 @@ class ZerothOrder:
         )
 
     async def validate(self, state: ZerothOrderState, fleet: Fleet, *, num_parts: int) -> Loss:
-        """Without sending the parameters. `num_parts` of shared validation data; 0 for each worker's own."""
-        run, parts = fleet.run, list(range(num_parts)) or [0]
-        replies: list[Replies] = []
-        while parts:
+        """Without sending the parameters. `num_parts` of shared validation data; 0 for each worker's own.
+
+        A part whose worker was lost is done by another. RoundFailed where nobody answers.
+        """
+        run, parts = fleet.run, list(range(num_parts))
+        replies: list[Reply] = []
+        for attempt in count():
             workers = fleet.workers()
-            own = dict(zip(workers, parts if num_parts else [0] * len(workers), strict=False))
+            own = {w.id: part for w, part in zip(workers, parts or [0] * len(workers), strict=False)}
             tasks = {
-                worker.id: held_out_loss.bind(**self._catching_up(state, run, worker)).held_out(part)
-                for worker, part in own.items()
-            }
-            replies.append(
-                await fleet.call(tasks, key=f"validation-{parts[0]}", min_replies=len(tasks) if num_parts else 1)
-            )
-            parts = parts[len(own) :] if num_parts else []
-        return total(Replies(replies=tuple(chain.from_iterable(got.replies for got in replies))))
+                w.id: held_out_loss.bind(**self._catching_up(state, run, w)).held_out(own[w.id])
+                for w in workers if w.id in own
+            }  # fmt: skip
+            got = await fleet.call(tasks, key=f"validation-{attempt}", min_replies=1)
+            replies += got.replies
+            done = {own[reply.worker] for reply in got.replies}
+            parts = [part for part in parts if part not in done]
+            if not parts:
+                return total(Replies(replies=tuple(replies)))
+        raise AssertionError("it ends when all parts are done")
 
     def _held(self, state: ZerothOrderState, replied: set[WorkerId]) -> dict[str, int]:
         """The round that every worker's kept parameters begin, as far as its rounds are not forgotten."""
