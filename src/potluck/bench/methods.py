@@ -13,6 +13,7 @@ with the first. Bytes are those by which its longer run has more, which no worke
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,7 @@ unequal_step_s = (4.0, 4.0, 2.0, 1.0)
 up_steps, down_steps = 16.0, 4.0
 """Inner steps that the model in fp32 takes to travel."""
 num_points = 8
-memory_disk = Path("/dev/shm")
+memory_disk, needed_bytes = Path("/dev/shm"), 1 << 30
 stood_for, most_absences = "five_sites", 100
 """The recipe whose steps and bytes those of a fleet's machines are; times that one of them is away."""
 reference, plain_reference, alone = "sync_sgd", "sync_sgd, plain SGD", "one worker alone"
@@ -241,8 +242,10 @@ def _all(pool: Executor, jobs: Sequence[Job], told: Callable[[str], None]) -> di
 
 
 def _memory_disk() -> str | None:
-    """Where files cost no waiting for a disk, or nothing: thousands of rounds write some twenty each."""
-    return str(memory_disk) if memory_disk.is_dir() and os.access(memory_disk, os.W_OK) else None
+    """Where files cost no waiting for a disk, if there is room: thousands of rounds write some twenty each."""
+    if not memory_disk.is_dir() or not os.access(memory_disk, os.W_OK):
+        return None
+    return str(memory_disk) if shutil.disk_usage(memory_disk).free >= needed_bytes else None
 
 
 def _pool(processes: int) -> ProcessPoolExecutor:

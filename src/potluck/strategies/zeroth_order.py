@@ -14,8 +14,8 @@ With `pool_size` seeds come from a pool of so many and theta is known by one sum
 first parameters and these sums, however long the run is (FedKSeed, Qin et al. 2023, arXiv:2312.06353). Such a worker's
 parameters are those of the others to fp32 tolerance.
 
-Workers keep no gradient, activations or optimizer state, and one vector of the trainable parameters. The loss a worker reports is
-the mean of all it has seen, beside theta as well.
+Workers keep no gradient, activations or optimizer state, and one vector of the trainable parameters. The loss a worker
+reports is the mean of all it has seen, beside theta as well.
 """
 
 from __future__ import annotations
