@@ -14,13 +14,13 @@ from potluck.storage.objects import ObjectStore
 from potluck.types.params import Layout
 
 
-def bare_model(model: ModelConfig, config: dict[str, Any]) -> nn.Module:
-    """The model without its values; what is trainable of it is what the run trains. ModelError."""
+def bare_model(model: ModelConfig, config: dict[str, Any], *, merges: bool = False) -> nn.Module:
+    """The model without its values; what is trainable of it are the run's parameters. ModelError."""
     if model.adapter is None:
         return skeleton(config)
     from potluck.models.adapters import adapted_skeleton
 
-    return adapted_skeleton(config, model.adapter)
+    return adapted_skeleton(config, model.adapter, merges=merges)
 
 
 def first_parameters(model: ModelConfig, config: dict[str, Any], layout: Layout, *, seed: int) -> Tensor:

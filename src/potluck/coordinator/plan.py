@@ -90,5 +90,5 @@ class Plan:
             aggregation=self.aggregation,
             min_workers=self.fleet.min_workers,
             balances=self.fleet.balance != "none",
-            first_is_known=self.spec.adapter is not None,
+            adapter=self.spec.adapter,
         )

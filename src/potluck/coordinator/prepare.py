@@ -29,7 +29,14 @@ from potluck.storage.files import write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.registry import strategy_type
 from potluck.strategies.run import RunSpec
-from potluck.strategies.strategy import HeadStrategy, kept_vectors, takes_pairs
+from potluck.strategies.strategy import (
+    HeadStrategy,
+    Strategy,
+    kept_vectors,
+    merges_adapters,
+    takes_pairs,
+    takes_unequal_ranks,
+)
 from potluck.types.errors import CorruptError, DataError, RecipeError
 from potluck.types.ids import Digest
 from potluck.types.params import Fragment, Layout, Params
@@ -106,7 +113,7 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
     tokenizer_dir = run_dir / TOKENIZER if frozen.has_tokenizer else None
     config = frozen.model_config
     tell("building the model")
-    layout = layout_of(bare_model(recipe.model, config))
+    layout = layout_of(bare_model(recipe.model, config, merges=merges_adapters(_strategy(recipe))))
     require_memory(layout.numel)
     tokenizer_object = ""
     if tokenizer_dir is not None and recipe.data.access != "shared":
@@ -130,7 +137,12 @@ def sketch(recipe: Recipe) -> Plan:
         model = model.model_copy(update={"config": {**model.config, "vocab_size": vocab_size}})
     config = model_config(model, tokenizer_folder(model), seq_len=recipe.data.seq_len)
     base = BaseFiles(precision=model.base) if model.adapter is not None else None
-    return _plan(recipe, recipe.name, config, layout_of(bare_model(model, config)), "", base)
+    layout = layout_of(bare_model(model, config, merges=merges_adapters(_strategy(recipe))))
+    return _plan(recipe, recipe.name, config, layout, "", base)
+
+
+def _strategy(recipe: Recipe) -> Strategy:
+    return strategy_type(recipe.strategy.name)(recipe.strategy.settings)
 
 
 def _plan(
@@ -138,7 +150,7 @@ def _plan(
 ) -> Plan:
     """RecipeError also for what the strategy refuses of the other sections."""
     file = recipe.strategy.file
-    strategy = strategy_type(recipe.strategy.name)(recipe.strategy.settings)
+    strategy = _strategy(recipe)
     on_head = isinstance(strategy, HeadStrategy)
     if on_head and recipe.data.access != "shared":
         raise RecipeError(
@@ -156,7 +168,7 @@ def _plan(
             'use "chat" or "instruct"'
         )
     if recipe.model.adapter is not None:
-        _check_adapters(recipe, on_head=on_head)
+        _check_adapters(recipe, strategy)
     spec = RunSpec(
         run_id=run_id,
         name=recipe.name,
@@ -169,6 +181,7 @@ def _plan(
         precision=recipe.model.precision,
         adapter=recipe.model.adapter,
         base=base,
+        merges_adapters=merges_adapters(strategy),
         inner=recipe.strategy.inner,
         data_access=recipe.data.access,
         data_options=recipe.data.read_options().model_dump(mode="json"),
@@ -200,9 +213,15 @@ def _plan(
     return plan
 
 
-def _check_adapters(recipe: Recipe, *, on_head: bool) -> None:
+def _check_adapters(recipe: Recipe, strategy: Strategy) -> None:
     """RecipeError for what adapters do not go with."""
-    if on_head:
+    assert recipe.model.adapter is not None
+    if recipe.model.adapter.lower_ranks and not takes_unequal_ranks(strategy):
+        raise RecipeError(
+            f"strategy {recipe.strategy.name} as it is set gives all workers adapters of one rank; remove "
+            "model.adapter.lower_ranks, or use fed_lora with a rule for unequal ranks: flora, flex_lora or het_lora"
+        )
+    if isinstance(strategy, HeadStrategy):
         raise RecipeError(
             f"strategy {recipe.strategy.name} trains all weights of a model; remove model.adapter or choose another"
         )

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from potluck.aggregation.combine import accepted
 from potluck.clock import Clock, Lanes
 from potluck.clock.conversation import Ask
+from potluck.codecs.bundle import Bundle
 from potluck.data.shards import Span
 from potluck.data.stream import Sequences, SpanSource, open_shard
 from potluck.fleet.attempt import Attempt
@@ -27,11 +29,11 @@ from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
 from potluck.strategies.bag import Bag
-from potluck.strategies.fleet import Head, HeadResult, WorkerInfo
+from potluck.strategies.fleet import Head, HeadResult, Reply, WorkerInfo
 from potluck.strategies.run import RunFacts
 from potluck.strategies.task import Result
-from potluck.types.ids import WorkerId
-from potluck.types.params import Params
+from potluck.types.ids import Digest, WorkerId
+from potluck.types.params import Layout, Params
 from potluck.types.vector import Vector
 
 HEAD = WorkerId("(head)")
@@ -46,6 +48,8 @@ class HeadDesk:
     spreader: Spreader
     scope: str
     params: ParamStore
+    objects: ObjectStore
+    layout: Layout
     clock: Clock
     data: Iterator[Tensor]
     secret: Callable[[], str]
@@ -57,6 +61,10 @@ class HeadDesk:
 
     def vector(self, handle: Params) -> Vector:
         return Vector(handle.numel, lambda start, stop: self.params.read_slice(handle, start, stop))
+
+    def update(self, reply: Reply, name: str, part: Sequence[int] = ()) -> Tensor:
+        with accepted(), Bundle.open(self.objects.path(Digest(reply.object))) as bundle:
+            return bundle.decode_flat(name, self.layout.part(part))
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         return self.ask(self._workers())
@@ -105,7 +113,8 @@ class HeadWork:
         def perform(ask: Ask) -> HeadResult:
             desk = HeadDesk(
                 ask=ask, spreader=self.spreader, scope=f"{attempt.round}.{attempt.attempt}", params=self.params,
-                clock=self.clock, data=read_spans(spans, self.objects, run), secret=self.secret,
+                objects=self.objects, layout=run.layout, clock=self.clock, data=read_spans(spans, self.objects, run),
+                secret=self.secret,
             )  # fmt: skip
             result = work(desk)
             handles = {what: self.params.create(name(what), vector) for what, vector in result.tensors.items()}

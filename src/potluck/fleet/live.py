@@ -306,18 +306,14 @@ class LiveFleet:
         await until_here(self.roster, self._clock, num_workers, told)
 
     async def call(
-        self,
-        tasks: Mapping[WorkerId, BoundTask],
-        *,
-        key: str,
-        min_replies: int,
-        reduce: Reduction | None = None,
-    ) -> Replies:
+        self, tasks: Mapping[WorkerId, BoundTask], *, key: str, min_replies: int, reduce: Reduction | None = None,
+        expects: Reduction | None = None,
+    ) -> Replies:  # fmt: skip
         if reduce:
             check_reduction(reduce, self._run.aggregation)
         await self.publish(tasks.values())
         outcomes = await self._settle_all(
-            {f"{key}/{worker}": (worker, tasks[worker]) for worker in sorted(tasks)}, expects=reduce,
+            {f"{key}/{worker}": (worker, tasks[worker]) for worker in sorted(tasks)}, expects=reduce or expects,
             num_needed=max(min_replies, math.ceil(len(tasks) / 2)),
         )  # fmt: skip
         rows = [o for o in outcomes if isinstance(o, ReplyRow)]

@@ -10,13 +10,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from potluck.fleet.roster import Member, Roster
+from potluck.models.config import AdapterConfig
 from potluck.planner.balance import Measured, Pace, num_recent, paces, sequence_work
 from potluck.strategies.fleet import WorkerInfo
 from potluck.strategies.run import Budget, RunFacts
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile
 
-COHORT, PACES, BUDGET, UNDER_WAY, HOLDING = "cohort", "paces", "budget", "under_way", "holding"
+COHORT, PACES, BUDGET, UNDER_WAY, HOLDING, RANKS = "cohort", "paces", "budget", "under_way", "holding", "ranks"
 """Names of decisions that an attempt begins with."""
 _digits = 4
 """What times differ by beyond that is noise, and should not make plans differ."""
@@ -48,7 +49,16 @@ class Paces:
     def first(self, here: Sequence[WorkerId], *, balance: bool) -> dict[str, Any]:
         """What an attempt begins with."""
         found: dict[str, Any] = {COHORT: list(here), BUDGET: asdict(self._run.budget)}
+        adapter = self._run.adapter
+        if adapter is not None and adapter.lower_ranks:
+            found[RANKS] = {id: self._rank(id, adapter) for id in here}
         return {**found, PACES: self.decided(here)} if balance else found
+
+    def _rank(self, worker: WorkerId, adapter: AdapterConfig) -> int:
+        """The highest that the worker has the memory for; the lowest where it has not said so."""
+        member = self._roster.members.get(worker)
+        most = member.profile.adapter_rank if member is not None else 0
+        return max((rank for rank in adapter.ranks if rank <= most), default=adapter.ranks[0])
 
     def adopt(self, run: RunFacts) -> None:
         """The run's facts have changed."""
@@ -71,6 +81,7 @@ def cohort(decisions: Mapping[str, Any], members: Mapping[WorkerId, Member]) -> 
     """Who takes part in an attempt, in the order of ids, each at the pace that was decided: by its decisions."""
     paces = {id: Pace.bounded(*pace) for id, pace in decisions.get(PACES, {}).items()}
     unknown = DeviceProfile(device="cpu")
+    ranks = decisions.get(RANKS, {})
     under_way, holding = set(decisions.get(UNDER_WAY, ())), set(decisions.get(HOLDING, ()))
     return tuple(
         WorkerInfo(
@@ -79,6 +90,7 @@ def cohort(decisions: Mapping[str, Any], members: Mapping[WorkerId, Member]) -> 
             pace=paces.get(id),
             under_way=id in under_way,
             holds_state=id in holding,
+            adapter_rank=int(ranks.get(id, 0)),
         )
         for id in map(WorkerId, decisions.get(COHORT, ()))
     )

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from potluck.types.errors import InvalidUpdate
 
@@ -22,6 +22,11 @@ slice_numel = 1 << 18
 """Elements of a product that are in memory at once where it is made in slices: 1 MiB."""
 
 _types = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def drawn(a: Tensor, generator: torch.Generator) -> Tensor:
+    """Fill A as PEFT begins it: Kaiming uniform, a = sqrt 5."""
+    return nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
 
 
 def scale_for(alpha: float, rank: int, *, rank_stabilised: bool = False) -> float:

@@ -5,16 +5,24 @@
 Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732. PEFT puts the layers in; from then on A and B
 are all that is trainable, and the model's flat vector, its optimizer and its updates are of them alone. A begins as
 PEFT begins it (Kaiming uniform, a = sqrt 5), from the run's seed on the CPU; B begins as zero.
+
+Where workers have unequal ranks, factors are cut into blocks of components, each a PEFT adapter of its own: a worker of
+rank r has the blocks below r, whole tensors of the layout, and zeros in the others. Where a method merges adapters into
+the base, that change is a matrix of its own beside the frozen one, which no step trains.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
+from potluck.lora.factors import drawn
+from potluck.lora.places import A_MARK, adapted_layers
 from potluck.models.build import skeleton
 from potluck.models.config import AdapterConfig
 from potluck.models.held import is_linear
@@ -28,20 +36,64 @@ ADAPTER_NAME = "default"
 MAX_NAMED = 20
 
 
-def adapted_skeleton(config: dict[str, Any], adapter: AdapterConfig) -> nn.Module:
+def adapted_skeleton(config: dict[str, Any], adapter: AdapterConfig, *, merges: bool = False) -> nn.Module:
     """The model with adapters, all parameters on `meta`; only those of the adapters are trainable. ModelError."""
-    return inject(skeleton(config), adapter)
+    return inject(skeleton(config), adapter, merges=merges)
 
 
-def inject(module: nn.Module, adapter: AdapterConfig) -> nn.Module:
-    """Put adapters into the model, their parameters on `meta`, and freeze all others. ModelError for wrong targets."""
-    from peft import inject_adapter_in_model
+def inject(module: nn.Module, adapter: AdapterConfig, *, merges: bool = False) -> nn.Module:
+    """Put adapters into the model, their parameters on `meta`, and freeze all others. ModelError for wrong targets.
+
+    With `merges` each adapted layer has a matrix for what was merged.
+    """
+    from peft import LoraModel
 
     targets = target_layers(module, adapter)
-    config = lora_config(adapter, is_transposed=not any(isinstance(layer, nn.Linear) for layer in targets.values()))
+    is_transposed = not any(isinstance(layer, nn.Linear) for layer in targets.values())
     was_training = module.training
-    adapted = inject_adapter_in_model(config, module, ADAPTER_NAME, low_cpu_mem_usage=True)
-    return adapted.train(was_training)
+    configs = {
+        name: lora_config(adapter.model_copy(update={"rank": num, "lower_ranks": ()}), is_transposed=is_transposed)
+        for name, num in blocks(adapter.ranks).items()
+    }
+    tuner = LoraModel(module, {ADAPTER_NAME: configs[ADAPTER_NAME]}, ADAPTER_NAME, low_cpu_mem_usage=True)
+    for name in list(configs)[1:]:
+        tuner.peft_config[name] = configs[name]
+        tuner.inject_adapter(module, name, low_cpu_mem_usage=True)
+    for layer in lora_layers(module):
+        layer.set_adapter(list(configs))
+        if merges:
+            layer.base_layer = Merged(layer.base_layer, layer.out_features, layer.in_features)
+    set_scale(module, adapter.scaling)
+    return module.train(was_training)
+
+
+class Merged(nn.Module):
+    """y = W0 x + M x: a frozen layer with what was merged into it. M [outputs, inputs], on `meta`."""
+
+    def __init__(self, layer: nn.Module, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.merged = nn.Parameter(torch.empty(outputs, inputs, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + linear(x, self.merged)
+
+
+def lora_layers(module: nn.Module) -> list[Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+
+
+def set_scale(module: nn.Module, scale: float) -> None:
+    """s of all adapters in the model."""
+    for layer in lora_layers(module):
+        layer.scaling = dict.fromkeys(layer.scaling, scale)
+
+
+def blocks(ranks: Sequence[int]) -> dict[str, int]:
+    """The adapters that components are cut into, by name, and how many components each has."""
+    return {f"above_{low}" if low else ADAPTER_NAME: high - low for low, high in pairwise((0, *ranks))}
 
 
 def lora_config(adapter: AdapterConfig, *, is_transposed: bool, base_name: str = "") -> LoraConfig:
@@ -95,7 +147,7 @@ def initial_adapters(layout: Layout, *, seed: int) -> Tensor:
     for spec in layout:
         if _is_a(spec.name):
             view = vector[spec.offset : spec.stop].view(spec.shape)
-            nn.init.kaiming_uniform_(view, a=math.sqrt(5), generator=generator)
+            drawn(view, generator)
     return vector
 
 
@@ -105,17 +157,21 @@ def peft_name(name: str) -> str:
 
 
 def pairs(layout: Layout, vector: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """(A, B) of each adapted layer by the layer's plain name: views of the flat vector."""
-    named = {spec.name: vector[spec.offset : spec.stop].view(spec.shape) for spec in layout}
-    return {
-        name.partition(".lora_A.")[0]: (a, named[name.replace(".lora_A.", ".lora_B.")])
-        for name, a in named.items()
-        if _is_a(name)
-    }
+    """(A, B) of each adapted layer by the layer's plain name: views of the flat vector, unless they are in blocks."""
+    views = [vector[spec.offset : spec.stop].view(spec.shape) for spec in layout]
+    return {name: layer.factors(views) for name, layer in adapted_layers(layout).items()}
+
+
+def plain(layout: Layout, vector: Tensor) -> tuple[Layout, Tensor]:
+    """The same adapters as PEFT has them, both factors whole and nothing else: layout and flat vector."""
+    tensors: list[tuple[str, Tensor]] = []
+    for name, (a, b) in pairs(layout, vector).items():
+        tensors += [(f"{name}.lora_A.{ADAPTER_NAME}.weight", a), (f"{name}.lora_B.{ADAPTER_NAME}.weight", b)]
+    return Layout.of([(name, t.shape) for name, t in tensors]), torch.cat([t.reshape(-1) for _, t in tensors])
 
 
 def _is_a(name: str) -> bool:
-    return ".lora_A." in name
+    return A_MARK in name
 
 
 def _kinds(linear: dict[str, nn.Module]) -> str:

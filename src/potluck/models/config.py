@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -20,15 +21,37 @@ class AdapterConfig(BaseModel):
         default=16.0, gt=0, le=1e6, allow_inf_nan=False, description="numerator of the scaling, alpha / rank"
     )
     rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
+    lower_ranks: tuple[int, ...] = Field(
+        default=(), max_length=16,
+        description="rising, below `rank`: what workers with little memory train instead, with a strategy for unequal "
+        "ranks",
+    )  # fmt: skip
     target_modules: tuple[str, ...] = Field(
         min_length=1, max_length=256,
         description='linear layers that get an adapter, by the end of their names: `["q_proj", "v_proj"]`',
     )  # fmt: skip
 
+    @model_validator(mode="after")
+    def _rising(self) -> AdapterConfig:
+        if any(low >= high for low, high in pairwise((0, *self.lower_ranks, self.rank))):
+            raise ValueError(
+                f"`lower_ranks` are {list(self.lower_ranks)} and must rise from at least 1 to below `rank`, {self.rank}"
+            )
+        return self
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All that a worker may train, rising."""
+        return (*self.lower_ranks, self.rank)
+
     @property
     def scaling(self) -> float:
         """s in W0 + s B A."""
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+        return self.scale_of(self.rank)
+
+    def scale_of(self, rank: int) -> float:
+        """s of a worker that trains this rank."""
+        return self.alpha / (rank**0.5 if self.rslora else rank)
 
 
 class BaseObject(BaseModel):

@@ -6,6 +6,8 @@ A parameter that is used in two places (tied embeddings) is in the vector once.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +35,9 @@ class FlatModel:
         layout: Layout | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        resting: Collection[str] = (),
     ) -> None:
+        """`resting` are the tensors, by name, that no step ever trains here."""
         own = layout_of(module)
         self.layout = layout or own
         _check(own, self.layout)
@@ -49,10 +53,17 @@ class FlatModel:
                 old = named[spec.name]
                 if not old.is_meta:
                     view.copy_(old)
-                replaced[id(old)] = nn.Parameter(view)
+                replaced[id(old)] = nn.Parameter(view, requires_grad=spec.name not in resting)
         replace_parameters(module, replaced)
         self.module = module.to(self.device)
         self.parameters = [dict(module.named_parameters())[spec.name] for spec in self.layout]
+        self.trained = [p for p in self.parameters if p.requires_grad]
+
+    def train_only(self, part: Sequence[int]) -> None:
+        """Gradients for these tensors of the layout alone, as far as they are trained at all; () for all of them."""
+        chosen = {id(self.parameters[i]) for i in part}
+        for parameter in self.trained:
+            parameter.requires_grad_(not part or id(parameter) in chosen)
 
     def load(self, theta: Vector | Tensor) -> None:
         """Set every parameter: one copy, rounded to the nearest where they are not fp32. theta: fp32 [layout.numel], on

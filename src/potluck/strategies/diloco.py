@@ -79,7 +79,7 @@ class DiLoCo:
         shares = Shares.deal(state, fleet, config.num_inner_steps)
         got = await shares.call(
             fleet,
-            lambda steps: inner.bind(
+            lambda _, steps: inner.bind(
                 theta=state.params, num_steps=steps, mean_steps=shares.mean_steps, progress=shares.progress
             ),
             min_reply_fraction=config.min_reply_fraction,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from potluck.strategies.fleet import Fleet, Replies
+from collections.abc import Callable
+from itertools import count
+
+from potluck.strategies.fleet import Fleet, Replies, Reply, WorkerInfo
 from potluck.strategies.replica import Loss, Replica
-from potluck.strategies.task import Result, task
+from potluck.strategies.task import BoundTask, Result, task
 from potluck.types.errors import RoundFailed
 from potluck.types.params import Params
 from potluck.types.vector import Vector
@@ -13,6 +16,11 @@ from potluck.types.vector import Vector
 @task("evaluation.loss", kind="pure", numbers=("num_tokens", "loss_sum"))
 def loss(replica: Replica, *, theta: Vector) -> Result:
     replica.load(theta)
+    return over(replica)
+
+
+def over(replica: Replica) -> Result:
+    """The loss of the parameters that are loaded, on the validation data that the task was given."""
     losses = [replica.evaluate(tokens) for tokens in replica.batches()]
     return Result({"loss_sum": sum(x.loss_sum for x in losses), "num_tokens": sum(x.num_tokens for x in losses)})
 
@@ -29,6 +37,26 @@ async def on_private_data(fleet: Fleet, params: Params) -> Loss:
     work = loss.bind(theta=params).held_out(0)
     got = await fleet.call({w.id: work for w in fleet.workers()}, key="validation", min_replies=1)
     return total(got)
+
+
+async def by_members(fleet: Fleet, work: Callable[[WorkerInfo], BoundTask], num_parts: int) -> Loss:
+    """`work` of each worker, which may go by what it keeps, on so many parts of shared data; with 0 on its own.
+
+    A part whose worker was lost is done by another. RoundFailed where nobody answers.
+    """
+    parts = list(range(num_parts))
+    replies: list[Reply] = []
+    for attempt in count():
+        workers = fleet.workers()
+        own = {w.id: part for w, part in zip(workers, parts or [0] * len(workers), strict=False)}
+        tasks = {w.id: work(w).held_out(own[w.id]) for w in workers if w.id in own}
+        got = await fleet.call(tasks, key=f"validation-{attempt}", min_replies=1)
+        replies += got.replies
+        done = {own[reply.worker] for reply in got.replies}
+        parts = [part for part in parts if part not in done]
+        if not parts:
+            return total(Replies(replies=tuple(replies)))
+    raise AssertionError("it ends when all parts are done")
 
 
 def total(got: Replies) -> Loss:

@@ -45,6 +45,7 @@ from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import BoundTask, Result, task
 from potluck.types.errors import RecipeError
+from potluck.types.ids import WorkerId
 from potluck.types.params import Params
 from potluck.types.vector import Vector
 
@@ -184,7 +185,7 @@ class FedAvg:
         shares = Shares.deal(state, fleet, config.num_inner_steps, equal=control is not None)
         rate_sum = self._rate_sum(shares, run)
 
-        def work(steps: int) -> BoundTask:
+        def work(_: WorkerId, steps: int) -> BoundTask:
             if control is not None:
                 return corrected.bind(
                     theta=state.params, control=control, num_steps=steps, progress=shares.progress, rate_sum=rate_sum

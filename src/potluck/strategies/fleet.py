@@ -36,6 +36,7 @@ class WorkerInfo:
     profile: DeviceProfile
     pace: Pace | None = None  # for training sequences; None where work is not balanced, or nothing is known yet
     under_way: bool = False  # work that an earlier round began for it still goes on
+    adapter_rank: int = 0  # to train; 0 where all train the one there is
     holds_state: bool = False  # its machine has, as far as is known, what its last committed task left there
 
 
@@ -124,6 +125,10 @@ class Head(Protocol):
         """The values of a handle, fp32, read where they lie."""
         ...
 
+    def update(self, reply: Reply, name: str, part: Sequence[int] = ()) -> Tensor:
+        """The vector of a reply that this round has: fp32, of these tensors of the layout. UnusableUpdates."""
+        ...
+
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Who could do a piece at this moment."""
         ...
@@ -172,8 +177,11 @@ class Fleet(Protocol):
         key: str,
         min_replies: int,
         reduce: Reduction | None = None,
+        expects: Reduction | None = None,
     ) -> Replies:
         """One task for each worker. Ends when every worker replied or was lost.
+
+        Replies are checked so that `reduce` can be made, or where that is not asked for, so that `expects` could.
 
         RoundFailed if fewer than `min_replies` valid replies came, or too few for the run's rule of aggregation;
         RecipeError if that rule cannot make this reduction.

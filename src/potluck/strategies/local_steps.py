@@ -11,7 +11,7 @@ twice, once in delta_i and once in its tokens:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from potluck.planner.balance import balanced
@@ -28,11 +28,12 @@ STEP_NUMBERS = ("num_tokens", "loss_sum", "num_steps")
 
 
 def take_steps(
-    replica: Replica, *, theta: Vector, num_steps: int, progress: tuple[float, float], mean_steps: int = 0
-) -> Result:
+    replica: Replica, *, theta: Vector, num_steps: int, progress: tuple[float, float], mean_steps: int = 0,
+    part: Sequence[int] = (),
+) -> Result:  # fmt: skip
     """From theta as many steps as were granted, unless it is cut short: the sums of its losses and its `delta`.
 
-    `mean_steps` is H where delta is to be normalised, 0 where it is not.
+    `mean_steps` is H where delta is to be normalised, 0 where it is not; `part` are the tensors that delta holds.
     """
     replica.load(theta)
     start, stop = progress
@@ -41,7 +42,7 @@ def take_steps(
         steps.append(replica.train_step(progress=start + (stop - start) * len(steps) / num_steps))
     num_tokens = sum(s.num_tokens for s in steps)
     loss_sum = sum(s.loss * s.num_tokens for s in steps)
-    delta = theta - replica.params()
+    delta = (theta - replica.params()).part(replica.layout.ranges(part))
     if mean_steps not in (0, len(steps)):
         delta = (mean_steps / len(steps)) * delta
     return Result({"num_tokens": num_tokens, "loss_sum": loss_sum, "num_steps": len(steps)}, {"delta": delta})
@@ -76,24 +77,33 @@ class Shares:
     async def call(
         self,
         fleet: Fleet,
-        task: Callable[[int], BoundTask],
+        task: Callable[[WorkerId, int], BoundTask],
         *,
         min_reply_fraction: float,
         by: str = "num_tokens",
         is_normalised: bool = True,
         may_end_early: bool = True,
         previous: Params | None = None,
+        part: Sequence[int] = (),
+        is_reduced: bool = True,
     ) -> Replies:
-        """`task` of each number of steps, and the mean of their `delta`, weighted by their scalar `by`."""
+        """`task` of each worker and its steps, and the mean of their `delta`, weighted by their scalar `by`.
+
+        `part` are the tensors of the layout that their delta holds. Unless `is_reduced` they are only checked.
+        """
+        reduction = weighted_mean(
+            "delta", by=by, previous=previous, factors=self.per_step if is_normalised else None, part=part
+        )
         per_step = fleet.run.inner.sequences_per_step
         return await fleet.call(
             {
-                worker: task(steps).granted(steps * per_step, per_step=per_step if may_end_early else 0)
+                worker: task(worker, steps).granted(steps * per_step, per_step=per_step if may_end_early else 0)
                 for worker, steps in self.granted.items()
             },
             key="inner",
             min_replies=math.ceil(min_reply_fraction * len(self.granted)),
-            reduce=weighted_mean("delta", by=by, previous=previous, factors=self.per_step if is_normalised else None),
+            reduce=reduction if is_reduced else None,
+            expects=reduction,
         )
 
     def stretch(self, got: Replies) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -131,6 +131,18 @@ class Replica(Protocol):
 
         The vectors must not change while it takes them. The loss that a step reports is that of the data alone.
         """
+        ...
+
+    def train_only(self, part: Sequence[int]) -> None:
+        """In this task's steps only these tensors of the layout change; () for all that a step can change."""
+        ...
+
+    def use_rank(self, rank: int) -> None:
+        """In this task adapters have the scale of that rank, which is their number of components that are not zero."""
+        ...
+
+    def forget_moments(self) -> None:
+        """The inner optimizer is as before its first step: what the parameters were is no matter any more."""
         ...
 
     def train_step(self, *, progress: float) -> Step:

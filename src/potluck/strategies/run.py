@@ -42,6 +42,7 @@ class RunSpec(BaseModel):
     precision: Literal["fp32", "bf16-mixed"] = "fp32"
     adapter: AdapterConfig | None = None  # then `layout` is of adapters alone, and
     base: BaseFiles | None = None  # what they sit on
+    merges_adapters: bool = False  # `layout` is also of what was merged into the base
     inner: InnerConfig
     data_access: Literal["shared", "private", "listed"]
     data_options: dict[str, Any] = {}  # how private and listed files are read: data/config.py
@@ -94,10 +95,15 @@ class RunFacts:
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     min_workers: int = 1  # that the recipe has a round wait for
     balances: bool = False  # whether slower workers may be given less to do
-    first_is_known: bool = False  # whether a worker makes the run's first parameters itself (`Replica.first`)
+    adapter: AdapterConfig | None = None  # where the layout is of adapters on a frozen base
     model_config: Mapping[str, Any] = field(default_factory=dict[str, Any])  # a transformers configuration
     precision: str = "fp32"
     rows_per_record: int = 0  # 0: data is running text, of which every token is predicted
+
+    @property
+    def first_is_known(self) -> bool:
+        """Whether a worker makes the run's first parameters itself (`Replica.first`)."""
+        return self.adapter is not None
 
     def predicted_tokens(self, num_sequences: int) -> tuple[int, int]:
         """The least and the most that so many sequences have. Of a record it is for its owner to say how many."""

@@ -55,6 +55,17 @@ def takes_pairs(strategy: Strategy) -> bool:
     return bool(getattr(strategy, "takes_pairs", False))
 
 
+def merges_adapters(strategy: Strategy) -> bool:
+    """Whether it adds what adapters learned to the frozen base: its attribute of this name. Then the run's layout has
+    such a matrix for each adapted layer (models/adapters.py)."""
+    return bool(getattr(strategy, "merges_adapters", False))
+
+
+def takes_unequal_ranks(strategy: Strategy) -> bool:
+    """Whether its workers may train adapters of unequal ranks: its attribute of this name."""
+    return bool(getattr(strategy, "takes_unequal_ranks", False))
+
+
 @runtime_checkable
 class OwnValidation(Protocol):
     """A method that validates its model itself, since its workers have the parameters without being sent them."""

@@ -27,7 +27,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,7 +37,7 @@ from torch import Tensor
 from potluck.optim.inner import learning_rate
 from potluck.optim.zeroth_order import Difference, SeedPool, Step, accept, most_seeds, projected_gradients, rebuild
 from potluck.optim.zeroth_order import replay as take
-from potluck.strategies.evaluation import total
+from potluck.strategies.evaluation import by_members, over
 from potluck.strategies.fleet import Fleet, Replies, Reply, WorkerInfo
 from potluck.strategies.replica import Loss, Replica
 from potluck.strategies.run import RunFacts
@@ -154,8 +153,7 @@ def held_out_loss(
     replica: Replica, *, theta: Vector | None, is_first: bool, sums: Sequence[Any] | None, missed: Sequence[Any]
 ) -> Result:
     replica.load(_caught_up(replica, theta=theta, is_first=is_first, sums=sums, missed=missed))
-    losses = [replica.evaluate(tokens) for tokens in replica.batches()]
-    return Result({"loss_sum": sum(x.loss_sum for x in losses), "num_tokens": sum(x.num_tokens for x in losses)})
+    return over(replica)
 
 
 def _caught_up(
@@ -253,26 +251,11 @@ class ZerothOrder:
         )
 
     async def validate(self, state: ZerothOrderState, fleet: Fleet, *, num_parts: int) -> Loss:
-        """Without sending the parameters. `num_parts` of shared validation data; 0 for each worker's own.
-
-        A part whose worker was lost is done by another. RoundFailed where nobody answers.
-        """
-        run, parts = fleet.run, list(range(num_parts))
-        replies: list[Reply] = []
-        for attempt in count():
-            workers = fleet.workers()
-            own = {w.id: part for w, part in zip(workers, parts or [0] * len(workers), strict=False)}
-            tasks = {
-                w.id: held_out_loss.bind(**self._catching_up(state, run, w)).held_out(own[w.id])
-                for w in workers if w.id in own
-            }  # fmt: skip
-            got = await fleet.call(tasks, key=f"validation-{attempt}", min_replies=1)
-            replies += got.replies
-            done = {own[reply.worker] for reply in got.replies}
-            parts = [part for part in parts if part not in done]
-            if not parts:
-                return total(Replies(replies=tuple(replies)))
-        raise AssertionError("it ends when all parts are done")
+        """Without sending the parameters."""
+        run = fleet.run
+        return await by_members(
+            fleet, lambda worker: held_out_loss.bind(**self._catching_up(state, run, worker)), num_parts
+        )
 
     def _held(self, state: ZerothOrderState, replied: set[WorkerId]) -> dict[str, int]:
         """The round that every worker's kept parameters begin, as far as its rounds are not forgotten."""

@@ -109,6 +109,7 @@ class DeviceProfile:
     precisions: tuple[str, ...] = ("fp32",)
     host_name: str = ""
     torch_version: str = ""
+    adapter_rank: int = 0  # that it has the memory to train in the run that it is in
     duty: float = 1.0  # share of the day in which the owner lets it work
     speeds: Speeds = field(default_factory=Speeds)
     link: LinkRates = field(default_factory=LinkRates)

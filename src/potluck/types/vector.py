@@ -7,6 +7,7 @@ computed before the slices of it are encoded one after another: so a device hold
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -57,6 +58,28 @@ class Vector:
 
         return Vector(sum(high - low for low, high in ranges), read)
 
+    @staticmethod
+    def joined(numel: int, parts: Sequence[tuple[Sequence[tuple[int, int]], Vector]]) -> Vector:
+        """A vector whose elements in each of these ranges are those of its part, one after another; 0 elsewhere.
+
+        Where ranges overlap, those of a later part count.
+        """
+        pieces = [
+            (low, high, vector, offset)
+            for ranges, vector in parts
+            for (low, high), offset in zip(ranges, _offsets(ranges), strict=True)
+        ]
+
+        def read(start: int, stop: int) -> Tensor:
+            found = torch.zeros(stop - start)
+            for low, high, vector, offset in pieces:
+                first, last = max(start, low), min(stop, high)
+                if first < last:
+                    found[first - start : last - start] = vector.read(offset + first - low, offset + last - low)
+            return found
+
+        return Vector(numel, read)
+
     def __add__(self, other: Vector | Tensor) -> Vector:
         return self._with(other, torch.add)
 
@@ -74,3 +97,8 @@ class Vector:
         if second.numel != self.numel:
             raise ValueError(f"vectors of {self.numel} and {second.numel} elements do not go together")
         return Vector(self.numel, lambda start, stop: operation(self.read(start, stop), second.read(start, stop)))
+
+
+def _offsets(ranges: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """Where each begins when they lie one after another."""
+    return accumulate((high - low for low, high in ranges[:-1]), initial=0) if ranges else iter(())

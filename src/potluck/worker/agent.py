@@ -146,7 +146,8 @@ class Agent:
     @property
     def profile(self) -> DeviceProfile:
         """With what its transfers have shown of the link so far."""
-        return replace(self.introduction.profile, link=self.link.meter.rates)
+        rank = self.runner.trainer.adapter_rank if self.runner is not None else 0
+        return replace(self.introduction.profile, link=self.link.meter.rates, adapter_rank=rank)
 
     def reconnect(self) -> None:
         """Give the present connection up for a new one."""

@@ -33,7 +33,7 @@ class InnerOptimizer:
 
     def reset(self) -> None:
         """As before the first step."""
-        config, parameters = self._config, self._flat.parameters
+        config, parameters = self._config, self._flat.trained
         self._kept = None
         self._counted: list[nn.Parameter] = []  # whose steps are counted
         self._slots: Slots = {}
@@ -79,8 +79,8 @@ class InnerOptimizer:
     def clip(self, limit: float) -> Tensor:
         """Scale the gradients to at most that norm; 0 for no limit. The norm before."""
         if limit:
-            return nn.utils.clip_grad_norm_(self._flat.parameters, limit)
-        grads = [p.grad for p in self._flat.parameters if p.grad is not None]
+            return nn.utils.clip_grad_norm_(self._flat.trained, limit)
+        grads = [p.grad for p in self._flat.trained if p.grad is not None]
         return nn.utils.get_total_norm(grads)
 
     def step(self, lr: float, *, seed: int) -> None:
@@ -150,7 +150,7 @@ def hidden_matrices(flat: FlatModel) -> list[nn.Parameter]:
     outer = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     if (head := module.get_output_embeddings()) is not None:
         outer.add(id(head.weight))
-    return [p for p in flat.parameters if p.dim() == 2 and id(p) not in outer]
+    return [p for p in flat.trained if p.dim() == 2 and id(p) not in outer]
 
 
 def _muon(parameters: list[nn.Parameter], config: InnerConfig) -> torch.optim.Optimizer:

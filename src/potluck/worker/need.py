@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from potluck.lora.places import adapted_layers, part_of
 from potluck.models.build import skeleton
 from potluck.models.device import Hardware, free_and_total_memory
 from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES
 from potluck.planner.memory import ModelDims, TrainingMemory, check_fits, training_memory
 from potluck.strategies.run import RunSpec
 from potluck.types.errors import ResourceError
-from potluck.types.params import Layout
+from potluck.types.params import Layout, type_bytes
 
 
-def replica_memory(spec: RunSpec, num_params: int, *, precision: str) -> TrainingMemory:
-    """What a replica takes that trains `num_params` parameters on a device that computes in this precision."""
+def replica_memory(spec: RunSpec, num_params: int, *, precision: str, num_resting: int = 0) -> TrainingMemory:
+    """What a replica takes that trains `num_params` parameters on a device that computes in this precision, and holds
+    `num_resting` more."""
     return training_memory(
         ModelDims.of(spec.model_config_json, num_params),
         batch_size=spec.inner.batch_size,
@@ -25,7 +27,7 @@ def replica_memory(spec: RunSpec, num_params: int, *, precision: str) -> Trainin
         checkpoints_activations=spec.inner.checkpoint_activations,
         kept_vectors=spec.kept_vectors,
         max_logits_bytes=max(MAX_WHOLE_BYTES, CHUNK_BYTES),
-        base_bytes=_base_bytes(spec),
+        base_bytes=_base_bytes(spec) + type_bytes * num_resting,
     )
 
 
@@ -38,11 +40,44 @@ def _base_bytes(spec: RunSpec) -> int:
     return held_bytes(skeleton(spec.model_config_json), spec.base.precision)
 
 
-def check_memory(
+def fitting_rank(
     spec: RunSpec, layout: Layout, device: torch.device, precision: str, *, max_memory_bytes: int, hardware: Hardware
-) -> None:
-    """ResourceError if training this model would need more than there is, or more than the owner gives."""
-    need = replica_memory(spec, layout.numel, precision=precision)
+) -> int:
+    """The highest rank of the run's adapters that there is memory for; 0 where it has none.
+
+    ResourceError if training this model, or its adapters of the lowest rank, would need more than there is, or more
+    than the owner gives.
+    """
+    ranks = spec.adapter.ranks if spec.adapter is not None else (0,)
+    for rank in reversed(ranks):
+        try:
+            _check_memory(
+                spec, layout, device, precision, rank, max_memory_bytes=max_memory_bytes, hardware=hardware
+            )  # fmt: skip
+        except ResourceError:
+            if rank == ranks[0]:
+                raise
+        else:
+            return rank
+    raise AssertionError("the lowest rank is fitting or it raised")
+
+
+def resting_tensors(layout: Layout, rank: int) -> set[str]:
+    """Those of the run's parameters that a worker of that rank never trains: what was merged, and higher components."""
+    layers = adapted_layers(layout).values()
+    if not layers:
+        return set()
+    trained = {*part_of(layers, ("a", "b"), rank)}
+    return {spec.name for i, spec in enumerate(layout) if i not in trained}
+
+
+def _check_memory(
+    spec: RunSpec, layout: Layout, device: torch.device, precision: str, rank: int, *, max_memory_bytes: int,
+    hardware: Hardware,
+) -> None:  # fmt: skip
+    resting = resting_tensors(layout, rank)
+    num_resting = sum(each.numel for each in layout if each.name in resting)
+    need = replica_memory(spec, layout.numel - num_resting, precision=precision, num_resting=num_resting)
     free, _ = free_and_total_memory(device, hardware=hardware)
     host_free, _ = hardware.memory()
     limited = ""

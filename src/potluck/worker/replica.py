@@ -29,7 +29,7 @@ from potluck.types.errors import CorruptError, DataError, ModelError, NotFinite
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
 from potluck.worker.inner_optimizer import InnerOptimizer
-from potluck.worker.need import check_memory
+from potluck.worker.need import fitting_rank, resting_tensors
 from potluck.worker.steering import Steering
 
 KEPT = "kept."
@@ -69,12 +69,13 @@ class TorchReplica:
         self.on_step: Callable[[StepInfo], None] = lambda _: None
         self._inner, self._seq_len, self._seed, self._now = spec.inner, spec.seq_len, spec.seed, now
         layout, vocab_size = _read_shape(spec)
-        check_memory(
+        self.adapter_rank = fitting_rank(
             spec, layout, self.device, self.precision.name, max_memory_bytes=max_memory_bytes, hardware=hardware
         )
         is_bf16 = spec.inner.weights == "bf16"
         dtype = torch.bfloat16 if is_bf16 else torch.float32
-        self._flat = FlatModel(_module(spec, base), layout=layout, device=self.device, dtype=dtype)
+        resting = resting_tensors(layout, self.adapter_rank)
+        self._flat = FlatModel(_module(spec, base), layout=layout, device=self.device, dtype=dtype, resting=resting)
         if spec.inner.checkpoint_activations:
             checkpoint_activations(self._flat.module)
         autocast = None if is_bf16 else self.precision.autocast
@@ -87,6 +88,7 @@ class TorchReplica:
         self._optimizer = InnerOptimizer(self._flat, spec.inner)
         self.kept = Kept(layout.numel)
         self._num_steps = 0
+        self._adapter, self._rank = spec.adapter, 0
         self._source: Iterator[Tensor] = iter(())
         self._left_over: Tensor | None = None
         self._mailbox: Mailbox | None = None
@@ -125,6 +127,8 @@ class TorchReplica:
         """
         self._source, self._left_over, self._is_cut_short = iter(source), None, is_cut_short
         self._steering = self._loaded = None
+        self.train_only(())
+        self.use_rank(0)
         self._cancelled.clear()
 
     def cancel(self) -> None:
@@ -211,6 +215,20 @@ class TorchReplica:
 
     def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
         self._steering = Steering(self._flat, anchor=anchor, pull=pull, shift=shift)
+
+    def train_only(self, part: Sequence[int]) -> None:
+        self._flat.train_only(part)
+
+    def use_rank(self, rank: int) -> None:
+        if self._adapter is None or rank == self._rank:
+            return
+        from potluck.models.adapters import set_scale
+
+        set_scale(self._flat.module, self._adapter.scale_of(rank or self._adapter.rank))
+        self._rank = rank
+
+    def forget_moments(self) -> None:
+        self._optimizer.reset()
 
     def batches(self) -> Iterator[Tensor]:
         for tokens in self._source:
@@ -353,7 +371,8 @@ def _module(spec: RunSpec, base: Sequence[Path]) -> nn.Module:
 
     if spec.base is None or not base:
         raise ModelError("the run trains adapters and its base did not come with it; check the coordinator's version")
-    return inject(mapped_model(spec.model_config_json, spec.base.precision, base), spec.adapter)
+    module = mapped_model(spec.model_config_json, spec.base.precision, base)
+    return inject(module, spec.adapter, merges=spec.merges_adapters)
 
 
 def _head_products(spec: RunSpec, autocast: torch.dtype | None) -> HeadProducts | None:

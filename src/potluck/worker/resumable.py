@@ -10,7 +10,7 @@ up to there are then taken after all; and no snapshot is taken of it any more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -86,8 +86,7 @@ class ResumableReplica:
 
     @property
     def kept(self) -> Kept:
-        """Before the first step it is made again as it was; afterwards the task is not told again what it did."""
-        return self._replica.kept if not self._steps else self._otherwise().kept
+        return self._at_first().kept
 
     @property
     def is_cut_short(self) -> bool:
@@ -105,9 +104,16 @@ class ResumableReplica:
         self._otherwise().load(theta)
 
     def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
-        """Before the first step it is made again as it was."""
-        replica = self._replica if not self._steps else self._otherwise()
-        replica.steer(anchor=anchor, pull=pull, shift=shift)
+        self._at_first().steer(anchor=anchor, pull=pull, shift=shift)
+
+    def train_only(self, part: Sequence[int]) -> None:
+        self._at_first().train_only(part)
+
+    def use_rank(self, rank: int) -> None:
+        self._at_first().use_rank(rank)
+
+    def forget_moments(self) -> None:
+        self._at_first().forget_moments()
 
     def train_step(self, *, progress: float) -> Step:
         if self._theta is None or not self.is_plain:  # it goes on from parameters that no snapshot tells of
@@ -142,6 +148,10 @@ class ResumableReplica:
         return getattr(self._otherwise(), name)
 
     # How
+
+    def _at_first(self) -> TorchReplica:
+        """For what is done again as it was before the first step; afterwards the task is not told again what it did."""
+        return self._replica if not self._steps else self._otherwise()
 
     def _otherwise(self) -> TorchReplica:
         """The replica as it is now, for what is not among the calls that are told again."""

@@ -36,6 +36,8 @@ class Steering:
     def _add(self, read: Callable[[int, int], Tensor]) -> None:
         with torch.no_grad():
             for spec, parameter in zip(self._flat.layout, self._flat.parameters, strict=True):
+                if not parameter.requires_grad:
+                    continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 grad = parameter.grad.view(-1)

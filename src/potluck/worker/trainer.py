@@ -52,6 +52,10 @@ class Trainer:
     def layout(self) -> Layout:
         return self._replica.layout
 
+    @property
+    def adapter_rank(self) -> int:
+        return self._replica.adapter_rank
+
     def _stepped(self, info: StepInfo) -> None:
         self.num_steps += 1
         self.tokens_per_s = info.tokens_per_s

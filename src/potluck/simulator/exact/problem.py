@@ -19,13 +19,14 @@ from potluck.data.dealer import Dealer, DealState
 from potluck.data.epoch import epoch_order
 from potluck.data.shards import Shard
 from potluck.fleet.config import FleetConfig
+from potluck.models.adapters import inject
 from potluck.models.build import build, layout_of
 from potluck.models.config import AdapterConfig, BaseFiles, BasePrecision, ModelConfig
 from potluck.models.flat import FlatModel
 from potluck.optim.inner import InnerConfig
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import Budget, RunSpec
-from potluck.strategies.strategy import HeadStrategy, Strategy, kept_vectors
+from potluck.strategies.strategy import HeadStrategy, Strategy, kept_vectors, merges_adapters
 from potluck.types.ids import Digest
 from potluck.types.params import Layout
 
@@ -84,11 +85,13 @@ class Problem:
             "max_position_embeddings": self.seq_len, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
         }  # fmt: skip
 
-    def model(self) -> nn.Module:
-        """The model as the run starts it: by PEFT's own hand where there are adapters, all other weights frozen."""
+    def model(self, *, merges: bool = False) -> nn.Module:
+        """The model as the run starts it: by PEFT's own hand where adapters are plain ones; all else is frozen."""
         model = build(self.config_json(), seed=self.seed)
         if self.adapter is None:
             return model
+        if merges or self.adapter.lower_ranks:
+            return self._begun(inject(model, self.adapter, merges=merges))
         from peft import LoraConfig, inject_adapter_in_model
 
         settings = LoraConfig(
@@ -96,6 +99,9 @@ class Problem:
             target_modules=list(self.adapter.target_modules), fan_in_fan_out=self.family == "gpt2",
         )  # fmt: skip
         inject_adapter_in_model(settings, model)
+        return self._begun(model)
+
+    def _begun(self, model: nn.Module) -> nn.Module:
         flat = FlatModel(model)
         flat.load(self._initial_adapters(flat.layout))
         return model
@@ -178,7 +184,8 @@ class Problem:
         return objects.adopt(path)
 
     def plan(self, strategy: Strategy) -> Plan:
-        model = self.model()
+        merges = merges_adapters(strategy)
+        model = self.model(merges=merges)
         layout = layout_of(model)
         with tempfile.TemporaryDirectory() as folder:
             base = self._write_base(ObjectStore(Path(folder)))
@@ -186,6 +193,7 @@ class Problem:
             run_id="contract", name="contract", seed=self.seed, strategy=type(strategy).__name__,
             model_config_json=self.config_json(), layout=layout.to_json(), seq_len=self.seq_len, inner=self.inner,
             data_access="shared", heartbeat_s=self.fleet.heartbeat_s, adapter=self.adapter, base=base,
+            merges_adapters=merges,
             snapshot_every_steps=self.fleet.snapshot_every_steps,
             devices_hold_model=not isinstance(strategy, HeadStrategy), kept_vectors=kept_vectors(strategy),
         )  # fmt: skip

@@ -51,6 +51,7 @@ class Host:
     id: WorkerId
     link: NetworkLink
     cost_s: Callable[[pb.Lease], float]
+    max_memory_bytes: int = 0
     life: Life | None = None
     task: asyncio.Task[None] | None = None
     agent: Agent | None = None
@@ -239,10 +240,13 @@ class World:
         *,
         link: NetworkLink | None = None,
         cost_s: Callable[[pb.Lease], float] = lambda _: 0.0,
+        max_memory_bytes: int = 0,
     ) -> None:
-        """A new worker machine, switched on."""
+        """A new worker machine, switched on; 0 for as much memory as this one has."""
         id = WorkerId(name)
-        self.hosts[id] = Host(id=id, link=link or NetworkLink(), cost_s=cost_s)
+        self.hosts[id] = Host(
+            id=id, link=link or NetworkLink(), cost_s=cost_s, max_memory_bytes=max_memory_bytes
+        )  # fmt: skip
         self.switch_on(id)
 
     def switch_on(self, id: WorkerId) -> None:
@@ -256,7 +260,8 @@ class World:
         async def equipped(spec: RunSpec, link: Link) -> Runner:
             return await equip(
                 spec, link, folder=life.folder, device="cpu", clock=clock, compute=self._executor(life),
-                files=self._executor(life), note=agent.note, make=partial(ModelledRunner, cost_s=host.cost_s),
+                files=self._executor(life), note=agent.note, max_memory_bytes=host.max_memory_bytes,
+                make=partial(ModelledRunner, cost_s=host.cost_s),
             )  # fmt: skip
 
         agent = host.agent = Agent(

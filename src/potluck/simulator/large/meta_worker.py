@@ -109,6 +109,15 @@ class CountingReplica:
     def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
         pass
 
+    def train_only(self, part: Sequence[int]) -> None:
+        pass
+
+    def forget_moments(self) -> None:
+        pass
+
+    def use_rank(self, rank: int) -> None:
+        pass
+
     def train_step(self, *, progress: float) -> Step:
         self.flops += self._step
         self.num_steps += 1

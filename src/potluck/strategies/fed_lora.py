@@ -1,0 +1,412 @@
+"""Federated LoRA: workers train adapters on a frozen base for some steps, and a rule joins them. One method, its rules
+told apart by what is trained, what travels, and what the coordinator makes of it.
+
+    W = W0 + s B A      p_i = tokens_i / sum of tokens
+
+rule         trained      sent    joined                                              exact
+`fed_it`     A, B         A, B    the mean of each factor                             no
+`ffa`        B            B       the mean of B; A stays as it was drawn              yes
+`ro_lora`    B, A in turn one     the mean of the factor that moved                   yes
+`fed_sa`     A, B         A       the mean of A; every worker keeps its own B         personal
+`fed_ex`     A, B         A, B    the means, and what they miss goes into the base    yes
+`flora`      A, B         A, B    sum_i p_i s_i B_i A_i goes into the base; new A, B  yes
+`flex_lora`  A, B         A, B    the best approximation of that sum in each rank     of its rank
+`het_lora`   A, B         A, B    means of factors with zeros, weighed by norm        no
+
+lora/ has the rules of the last four with their sources. FedIT: Zhang et al. 2023, arXiv:2305.05644; FFA-LoRA: Sun et
+al. 2024, arXiv:2403.12313; RoLoRA: Chen et al. 2025, arXiv:2502.01755; FedSA-LoRA: Guo et al. 2024, arXiv:2410.01463.
+
+What travels up is the difference to what came down. Factors that did not change do not come down again. Where workers
+have unequal ranks, one of rank r has the first r components with the scale of r. What goes into the base is a matrix
+beside it (`models.adapters.Merged`), and the inner optimizer's moments are forgotten where A and B are new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from potluck.lora.factors import Factors, drawn
+from potluck.lora.fed_ex import fed_ex
+from potluck.lora.flex_lora import flex_lora
+from potluck.lora.flora import flora
+from potluck.lora.het_lora import het_lora
+from potluck.lora.merged import with_product
+from potluck.lora.places import AdaptedLayer, Factor, adapted_layers, merged_part, part_of
+from potluck.lora.ro_lora import moving
+from potluck.lora.weighted import Updates
+from potluck.models.config import AdapterConfig
+from potluck.optim.outer import axpy
+from potluck.strategies import evaluation
+from potluck.strategies.fleet import Fleet, Head, Reply
+from potluck.strategies.local_steps import STEP_NUMBERS, Shares, take_steps
+from potluck.strategies.replica import Loss, Replica
+from potluck.strategies.run import RunFacts
+from potluck.strategies.state import State
+from potluck.strategies.strategy import RoundBytes
+from potluck.strategies.task import BoundTask, Result, task
+from potluck.types.errors import InvalidUpdate, RecipeError, UnusableUpdates
+from potluck.types.ids import WorkerId
+from potluck.types.params import Layout, Params, Part
+from potluck.types.vector import Vector
+
+RuleName = Literal["fed_it", "ffa", "ro_lora", "fed_sa", "fed_ex", "flora", "flex_lora", "het_lora"]
+_own = "own"
+"""Of a worker's pinned state, with `fed_sa`: its parameters, of which B is its own."""
+_both: tuple[Factor, ...] = ("a", "b")
+
+
+class FedLoRAConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rule: RuleName = Field(
+        default="fed_it",
+        description="how adapters become one: `fed_it`, `ffa`, `ro_lora`, `fed_sa` (B stays with its owner), `fed_ex`, "
+        "and for unequal ranks `flora`, `flex_lora`, `het_lora`",
+    )
+    num_inner_steps: int = Field(
+        default=20, ge=1, description="inner steps of each worker in a round; on average where work is balanced"
+    )
+    min_reply_fraction: float = Field(
+        default=0.5, gt=0, le=1, description="a round with fewer replies than this share of its workers is discarded"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedLoRAState(State):
+    aggregate: Params | None = None  # of the last updates, for the rule of aggregation that starts from it
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What tells one rule from another. `num` is the number of the round, from 1."""
+
+    is_mean: bool = False  # what is sent is averaged by the run's rule of aggregation; else `_joined` makes more of it
+    merges: bool = False
+    takes_unequal_ranks: bool = False
+    begins_anew: bool = False  # A and B of a round are not those that its workers ended the last one with
+    trained: tuple[Factor, ...] = _both
+    sent: tuple[Factor, ...] = _both
+    takes_turns: bool = False
+
+    def trains(self, num: int) -> tuple[Factor, ...]:
+        return (moving(num),) if self.takes_turns else self.trained
+
+    def sends(self, num: int) -> tuple[Factor, ...]:
+        return (moving(num),) if self.takes_turns else self.sent
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether workers train what they do not send."""
+        return not self.takes_turns and self.trained != self.sent
+
+
+rules: Mapping[RuleName, Rule] = {
+    "fed_it": Rule(is_mean=True),
+    "ffa": Rule(is_mean=True, trained=("b",), sent=("b",)),
+    "ro_lora": Rule(is_mean=True, takes_turns=True),
+    "fed_sa": Rule(is_mean=True, sent=("a",)),
+    "fed_ex": Rule(merges=True),
+    "flora": Rule(merges=True, takes_unequal_ranks=True, begins_anew=True),
+    "flex_lora": Rule(takes_unequal_ranks=True, begins_anew=True),
+    "het_lora": Rule(takes_unequal_ranks=True),
+}
+
+
+# The half that runs on the device.
+@task("fed_lora.inner", kind="pinned", numbers=STEP_NUMBERS)
+def inner(
+    replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int], rank: int,
+    trains: Sequence[int], sends: Sequence[int], begins_anew: bool, num_steps: int, progress: tuple[float, float],
+    mean_steps: int = 0,
+) -> Result:  # fmt: skip
+    """`theta` are the values of the tensors in `parts`; those in `keeps` are the worker's own."""
+    start = _begin(replica, theta=theta, parts=parts, keeps=keeps, rank=rank)
+    replica.train_only(trains)
+    if begins_anew:
+        replica.forget_moments()
+    result = take_steps(replica, theta=start, num_steps=num_steps, progress=progress, mean_steps=mean_steps, part=sends)
+    if keeps:
+        _keep(replica, replica.params())
+    return result
+
+
+@task("fed_lora.loss", kind="pinned", numbers=("num_tokens", "loss_sum"))
+def held_out_loss(
+    replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int]
+) -> Result:
+    replica.load(_begin(replica, theta=theta, parts=parts, keeps=keeps, rank=0))
+    return evaluation.over(replica)
+
+
+def _begin(
+    replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int], rank: int
+) -> Vector:
+    """The parameters to begin with: what came, and what is the worker's own, at first as it was drawn."""
+    replica.use_rank(rank)
+    layout = replica.layout
+    given = [(layout.ranges(part), vector) for part, vector in zip(parts, theta, strict=True)]
+    if keeps:
+        if _own not in replica.kept.tensors():
+            _keep(replica, replica.first())
+        ranges = layout.ranges(keeps)
+        given.append((ranges, Vector.of(replica.kept[_own]).part(ranges)))
+    return Vector.joined(layout.numel, given)
+
+
+def _keep(replica: Replica, params: Vector) -> None:
+    kept = replica.kept.make(_own)
+    for start, part in params.slices():
+        kept[start : start + len(part)] = part
+
+
+# The half that runs on the coordinator.
+class FedLoRA:
+    Config: ClassVar[type[BaseModel]] = FedLoRAConfig
+    State: ClassVar[type[State]] = FedLoRAState
+
+    def __init__(self, config: FedLoRAConfig) -> None:
+        self.config, self.rule = config, rules[config.rule]
+
+    @property
+    def merges_adapters(self) -> bool:
+        return self.rule.merges
+
+    @property
+    def takes_unequal_ranks(self) -> bool:
+        return self.rule.takes_unequal_ranks
+
+    @property
+    def kept_vectors(self) -> float:
+        return 1.0 if self.rule.keeps_own else 0.0
+
+    def init(self, run: RunFacts) -> FedLoRAState:
+        if run.adapter is None:
+            raise RecipeError(
+                "strategy fed_lora trains adapters and the recipe gives none; add "
+                'model.adapter = { rank = 8, target_modules = ["q_proj", "v_proj"] }, or use fed_avg for whole weights'
+            )
+        run.check_rule()
+        if not self.rule.is_mean and run.aggregation.rule != "mean":
+            raise RecipeError(
+                f"strategy.rule {self.config.rule} joins whole adapters and aggregation.rule is "
+                f'{run.aggregation.rule!r}: set it to "mean", or use strategy.rule "fed_it", "ffa" or "ro_lora"'
+            )
+        if not self.rule.is_mean:
+            run.refuse_balance(f"strategy.rule {self.config.rule}")
+        return FedLoRAState(
+            params=run.initial, aggregate=run.zeros if run.aggregation.starts_from_previous else None
+        )  # fmt: skip
+
+    async def run_round(self, state: FedLoRAState, fleet: Fleet) -> FedLoRAState:
+        run, rule, num = fleet.run, self.rule, state.round + 1
+        adapter, places = _adapters(run)
+        ranks = {worker.id: worker.adapter_rank or adapter.rank for worker in fleet.workers()}
+        starts = {rank: await self._start(state, fleet, rank) for rank in sorted({*ranks.values()})}
+        shares = Shares.deal(state, fleet, self.config.num_inner_steps)
+
+        def work(worker: WorkerId, steps: int) -> BoundTask:
+            rank = ranks[worker]
+            sends = part_of(places, rule.sends(num), rank)
+            return inner.bind(
+                **self._given(starts[rank], run, rank), rank=rank, trains=part_of(places, rule.trains(num), rank),
+                sends=sends, begins_anew=rule.begins_anew, num_steps=steps, progress=shares.progress,
+                mean_steps=shares.mean_steps if rule.is_mean else 0,
+            ).gives(sends)  # fmt: skip
+
+        part = part_of(places, rule.sends(num), adapter.rank)
+        got = await shares.call(
+            fleet, work, min_reply_fraction=self.config.min_reply_fraction, is_normalised=rule.is_mean,
+            is_reduced=rule.is_mean, part=part,
+            previous=state.aggregate.part(run.layout.ranges(part)) if state.aggregate else None,
+        )  # fmt: skip
+        if rule.is_mean:
+            state = await self._moved(state, fleet, got.reduced, part, scale=shares.stretch(got))
+        else:
+            sent = [(reply, ranks[reply.worker]) for reply in got.replies]
+            join = partial(self._joined, run=run, num=num, params=state.params, starts=starts, sent=sent)
+            state = replace(state, params=(await fleet.head(join, key="join")).handles["params"])
+        num_tokens = int(got.sum("num_tokens"))
+        return replace(
+            state, round=num, tokens=state.tokens + num_tokens, loss=got.sum("loss_sum") / num_tokens
+        )  # fmt: skip
+
+    async def _moved(
+        self, state: FedLoRAState, fleet: Fleet, mean: Params, part: Sequence[int], *, scale: float
+    ) -> FedLoRAState:
+        """Some tensors moved by the mean of their updates."""
+        ranges = fleet.run.layout.ranges(part)
+        (params,) = await fleet.apply(axpy, mean, state.params.part(ranges), a=-scale, part=part)
+        return replace(
+            state,
+            params=state.params.with_part(ranges, params),
+            aggregate=state.aggregate.with_part(ranges, mean) if state.aggregate else None,
+        )
+
+    async def _start(self, state: FedLoRAState, fleet: Fleet, rank: int) -> Params:
+        """What a worker of that rank begins with: all parameters, its own components of B at its own scale."""
+        run = fleet.run
+        adapter, places = _adapters(run)
+        if rank == adapter.rank:
+            return state.params
+        part = part_of(places, ("b",), rank)
+        ranges = run.layout.ranges(part)
+        ratio = adapter.scaling / adapter.scale_of(rank)
+        (scaled,) = await fleet.apply(_times, state.params.part(ranges), part=part, factor=ratio)
+        return state.params.with_part(ranges, scaled)
+
+    def _given(self, start: Params, run: RunFacts, rank: int) -> dict[str, Any]:
+        """How parameters come to a worker: what changes apart goes apart, and what it keeps itself not at all."""
+        _, places = _adapters(run)
+        rule, merged = self.rule, merged_part(places)
+        is_whole = rule.sends(1) == rule.sends(2) == _both
+        factors: list[Sequence[Factor]] = [_both] if is_whole else [("a",)] if rule.keeps_own else [("a",), ("b",)]
+        parts = [*(part_of(places, each, rank) for each in factors), *([merged] if merged else [])]
+        return {
+            "theta": [Part(start.part(run.layout.ranges(part)), part) for part in parts],
+            "parts": parts,
+            "keeps": part_of(places, ("b",), rank) if rule.keeps_own else (),
+        }
+
+    def _joined(
+        self, head: Head, *, run: RunFacts, num: int, params: Params, starts: Mapping[int, Params],
+        sent: Sequence[tuple[Reply, int]],
+    ) -> Result:  # fmt: skip
+        """What the rule makes of the adapters: the new parameters, in the thread of the head's work."""
+        adapter, places = _adapters(run)
+        layout, before = run.layout, head.vector(params)
+        weighed = [
+            (float(reply.scalars["num_tokens"]), rank, _ended(head, reply, starts[rank], places, rank, layout))
+            for reply, rank in sent
+        ]
+        fresh = torch.Generator().manual_seed(new_factors_seed(run.seed, num))
+        found: dict[int, Vector] = {}
+        with combining():
+            for layer in places:
+                updates = [
+                    (weight, Factors(*layer.factors(tensors, rank), adapter.scale_of(rank)))
+                    for weight, rank, tensors in weighed
+                ]
+                held = Factors(*layer.factors(_tensors(before, layout, layer)), adapter.scaling)
+                change = self._change(held, updates, adapter, fresh)
+                found |= _placed(layer, change.adapter)
+                if layer.merged is not None:
+                    merged = before.part(layout.ranges([layer.merged]))
+                    found[layer.merged] = with_product(merged, change.merged) if change.merged else merged
+        pieces = [(layout.ranges([i]), vector) for i, vector in found.items()]
+        return Result({}, {"params": Vector.joined(layout.numel, pieces)})
+
+    def _change(
+        self, held: Factors, updates: Updates, adapter: AdapterConfig, fresh: torch.Generator
+    ) -> Change:  # fmt: skip
+        """Of one layer. `held` is the adapter before, of the highest rank."""
+        rank, scale = adapter.rank, adapter.scaling
+        match self.config.rule:
+            case "flora":
+                a = drawn(torch.empty_like(held.a), fresh)
+                return Change(Factors(a, torch.zeros_like(held.b), scale), flora(updates))
+            case "fed_ex":
+                got = fed_ex(updates)
+                return Change(got.mean, got.residual)
+            case "flex_lora":
+                return Change(flex_lora(updates, max_rank=rank).resized(rank, scale=scale))
+            case _:
+                mean = het_lora(updates).resized(rank, scale=scale)
+                is_unused = ~(mean.a.any(dim=1) | mean.b.any(dim=0))  # nobody had these components: A is as it was
+                return Change(Factors(torch.where(is_unused[:, None], held.a, mean.a), mean.b, scale))
+
+    async def validate(self, state: FedLoRAState, fleet: Fleet, *, num_parts: int) -> Loss:
+        """With `fed_sa` each worker has its own B: what it validates is its own model."""
+        assert fleet.run.adapter is not None
+        work = held_out_loss.bind(**self._given(state.params, fleet.run, fleet.run.adapter.rank))
+        return await evaluation.by_members(fleet, lambda _: work, num_parts)
+
+    def estimate(self, run: RunFacts) -> RoundBytes:
+        """Of a worker of the highest rank; the larger of two rounds where factors take turns."""
+        rounds = [self._bytes(run, num) for num in (1, 2)]
+        return RoundBytes(up=max(each.up for each in rounds), down=max(each.down for each in rounds))
+
+    def total(self, run: RunFacts, num_rounds: int) -> RoundBytes:
+        """Of a worker of the highest rank that is there from the first round on: then all comes to it."""
+        parts = self._given(run.initial, run, _adapters(run)[0].rank)["parts"]
+        rounds = [self._bytes(run, num) for num in range(1, num_rounds + 1)]
+        return RoundBytes(
+            up=sum(each.up for each in rounds),
+            down=sum(map(run.down_bytes, parts)) + sum(each.down for each in rounds[:-1]),
+        )
+
+    def _bytes(self, run: RunFacts, num: int) -> RoundBytes:
+        """What goes up in a round, and what has changed after it."""
+        adapter, places = _adapters(run)
+        sent = part_of(places, self.rule.sends(num), adapter.rank)
+        changed = {*sent, *merged_part(places)}
+        parts = self._given(run.initial, run, adapter.rank)["parts"]
+        return RoundBytes(
+            up=run.up_bytes("delta", sent), down=sum(run.down_bytes(part) for part in parts if changed & {*part})
+        )
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a round makes of one layer: its adapter, of the highest rank, and what goes into the base."""
+
+    adapter: Factors
+    merged: Factors | None = None
+
+
+def _adapters(run: RunFacts) -> tuple[AdapterConfig, list[AdaptedLayer]]:
+    assert run.adapter is not None
+    return run.adapter, list(adapted_layers(run.layout).values())
+
+
+def _ended(
+    head: Head, reply: Reply, start: Params, places: Sequence[AdaptedLayer], rank: int, layout: Layout
+) -> dict[int, Tensor]:
+    """The factors that a worker ended a round with, by their places: where it began, less its delta."""
+    part = part_of(places, _both, rank)
+    ended = head.vector(start).part(layout.ranges(part)).tensor() - head.update(reply, "delta", part)
+    own = layout.part(part)
+    return {i: ended[spec.offset : spec.stop].view(spec.shape) for i, spec in zip(part, own, strict=True)}
+
+
+def _tensors(vector: Vector, layout: Layout, layer: AdaptedLayer) -> dict[int, Tensor]:
+    return {
+        i: vector.read(spec.offset, spec.stop).view(spec.shape)
+        for i in (*layer.a, *layer.b) for spec in [layout.tensors[i]]
+    }  # fmt: skip
+
+
+def _placed(layer: AdaptedLayer, adapter: Factors) -> dict[int, Vector]:
+    """The factors of the highest rank, in their blocks, by place."""
+    found: dict[int, Vector] = {}
+    for a, b, (low, high) in zip(layer.a, layer.b, pairwise((0, *layer.ranks)), strict=True):
+        found[a] = Vector.of(adapter.a[low:high].reshape(-1))
+        found[b] = Vector.of(adapter.b[:, low:high].reshape(-1))
+    return found
+
+
+@contextmanager
+def combining() -> Iterator[None]:
+    """Updates that were checked one by one when they came, and that do not go together."""
+    try:
+        yield
+    except InvalidUpdate as error:
+        raise UnusableUpdates(f"the adapters of this round cannot be joined: {error}") from error
+
+
+def new_factors_seed(seed: int, num: int) -> int:
+    """Of the factors that a run with that seed begins after a round."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{num}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _times(x: Tensor, *, factor: float, layout: Layout, offset: int) -> tuple[Tensor]:
+    return (x.mul_(factor),)

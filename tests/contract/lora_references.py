@@ -1,0 +1,150 @@
+"""Federated LoRA in plain PyTorch and PEFT, the joining in NumPy on dense matrices. Nothing is Potluck's but the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from contract.references import make_adamw, train_step, trained
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from potluck.models.build import build
+from potluck.simulator.exact.problem import Problem
+
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass
+class Adapter:
+    """Of the highest rank, with its scale; `merged` is what is in the base."""
+
+    a: Matrix
+    b: Matrix
+    merged: Matrix
+
+
+def scale_of(problem: Problem, rank: int) -> float:
+    assert problem.adapter is not None
+    return problem.adapter.alpha / (np.sqrt(rank) if problem.adapter.rslora else rank)
+
+
+class Owner:
+    """One worker: a model by PEFT's own hand, its optimizer, and with FedSA its B."""
+
+    def __init__(self, problem: Problem, rank: int) -> None:
+        assert problem.adapter is not None
+        self.problem, self.rank = problem, rank
+        self.model: Any = build(problem.config_json(), seed=problem.seed)
+        settings = LoraConfig(
+            r=rank, lora_alpha=problem.adapter.alpha, use_rslora=problem.adapter.rslora,  # pyright: ignore[reportArgumentType]
+            target_modules=list(problem.adapter.target_modules), fan_in_fan_out=problem.family == "gpt2",
+        )  # fmt: skip
+        inject_adapter_in_model(settings, self.model)
+        self.layers: dict[str, Any] = {n: m for n, m in self.model.named_modules() if hasattr(m, "lora_A")}
+        self.bases = {name: layer.base_layer.weight.detach().clone() for name, layer in self.layers.items()}
+        self.optimizer = make_adamw(self.model, problem)
+        self.own: dict[str, Matrix] = {}
+
+    def load(self, adapters: dict[str, Adapter], ratio: float) -> None:
+        for name, each in adapters.items():
+            layer = self.layers[name]
+            b = self.own.get(name, each.b[:, : self.rank] * ratio)
+            with torch.no_grad():
+                layer.lora_A["default"].weight.copy_(torch.from_numpy(each.a[: self.rank]))
+                layer.lora_B["default"].weight.copy_(torch.from_numpy(b))
+                merged = torch.from_numpy(each.merged).float()
+                layer.base_layer.weight.copy_(self.bases[name] + (merged.T if self.problem.family == "gpt2" else merged))
+
+    def factors(self, name: str) -> tuple[Matrix, Matrix]:
+        layer = self.layers[name]
+        return tuple(
+            weights["default"].weight.detach().double().numpy().copy() for weights in (layer.lora_A, layer.lora_B)
+        )  # pyright: ignore[reportReturnType]
+
+    def train_only(self, factor: str) -> None:
+        for name, parameter in self.model.named_parameters():
+            if "lora_" in name:
+                parameter.requires_grad_(f"lora_{factor}" in name or factor == "AB")
+                parameter.grad = None
+
+
+def drawn(shape: tuple[int, int], generator: torch.Generator) -> Matrix:
+    a = torch.empty(shape)
+    return nn.init.kaiming_uniform_(a, a=5**0.5, generator=generator).double().numpy()
+
+
+def first(problem: Problem) -> dict[str, Adapter]:
+    """As PEFT begins them, from the run's seed: layer after layer, A Kaiming uniform and B zero."""
+    assert problem.adapter is not None
+    generator = torch.Generator().manual_seed(problem.seed)
+    owner = Owner(problem, problem.adapter.rank)
+    found: dict[str, Adapter] = {}
+    for name in owner.layers:
+        a, b = owner.factors(name)
+        merged = np.zeros((b.shape[0], a.shape[1]))
+        found[name] = Adapter(drawn(a.shape, generator), np.zeros_like(b), merged)  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def fed_lora(problem: Problem, rule: str, *, num_inner_steps: int, ranks: Sequence[int], seed_of: Any) -> dict[str, Adapter]:
+    """Worker i trains `ranks[i]`; all have as much data. `seed_of(round)` is what new factors are drawn from."""
+    assert problem.adapter is not None
+    highest = problem.adapter.rank
+    adapters, scale = first(problem), scale_of(problem, highest)
+    owners = [Owner(problem, rank) for rank in ranks]
+    batch, share = problem.inner.batch_size, 1 / len(ranks)
+    asked = [[(f"w{i + 1}", num_inner_steps * batch) for i in range(len(ranks))]] * problem.num_rounds
+    for round, rows in enumerate(problem.dealt(asked)):
+        moving = {"ffa": "B", "ro_lora": "AB"[(round + 1) % 2]}.get(rule, "AB")
+        for i, owner in enumerate(owners):
+            owner.load(adapters, scale / scale_of(problem, owner.rank))
+            owner.train_only(moving)
+            if rule in ("flora", "flex_lora"):
+                owner.optimizer = make_adamw(owner.model, problem)
+            for k, tokens in enumerate(rows[f"w{i + 1}"].split(batch)):
+                progress = (round + k / num_inner_steps) / problem.num_rounds
+                train_step(owner.model, owner.optimizer, tokens, problem, progress)
+            owner.train_only("AB")
+            assert len(trained(owner.model)) == 2 * len(owner.layers)
+        fresh = torch.Generator().manual_seed(seed_of(round + 1))
+        for name, each in adapters.items():
+            before = replace(each)
+            sent = [(*owner.factors(name), scale_of(problem, owner.rank)) for owner in owners]
+            dense: Matrix = sum(share * s * b @ a for a, b, s in sent)  # pyright: ignore[reportAssignmentType]
+            mean_a: Matrix = sum(share * np.pad(a, ((0, highest - len(a)), (0, 0))) for a, _, _ in sent)  # pyright: ignore[reportAssignmentType]
+            mean_b: Matrix = sum(  # pyright: ignore[reportAssignmentType]
+                share * np.pad(b * s / scale, ((0, 0), (0, highest - b.shape[1]))) for _, b, s in sent
+            )
+            match rule:
+                case "fed_it" | "ffa" | "ro_lora":
+                    each.a, each.b = mean_a, mean_b
+                case "het_lora":
+                    norms = [np.linalg.norm(s * b @ a) for a, b, s in sent]
+                    weights = norms / np.sum(norms)
+                    each.a = sum(w * np.pad(a, ((0, highest - len(a)), (0, 0))) for w, (a, _, _) in zip(weights, sent, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
+                    each.b = sum(  # pyright: ignore[reportAttributeAccessIssue]
+                        w * np.pad(b * s / scale, ((0, 0), (0, highest - b.shape[1])))
+                        for w, (_, b, s) in zip(weights, sent, strict=True)
+                    )
+                    each.a[max(ranks) :] = before.a[max(ranks) :]
+                case "fed_sa":
+                    each.a = mean_a
+                    for owner in owners:
+                        owner.own[name] = owner.factors(name)[1]
+                case "fed_ex":
+                    each.a, each.b = mean_a, mean_b
+                    each.merged = each.merged + dense - scale * mean_b @ mean_a
+                case "flora":
+                    each.merged = each.merged + dense
+                    each.a, each.b = drawn(each.a.shape, fresh), np.zeros_like(each.b)  # pyright: ignore[reportArgumentType]
+                case _:
+                    u, s, vh = np.linalg.svd(dense)
+                    signs = np.sign(u[np.abs(u).argmax(0), np.arange(u.shape[1])])[:highest]
+                    each.a = (vh[:highest].T * signs).T
+                    each.b = u[:, :highest] * signs * s[:highest] / scale
+    return adapters

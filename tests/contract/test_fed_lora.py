@@ -1,0 +1,127 @@
+"""Every rule of federated LoRA: against plain PEFT and dense matrices, and through what a run may meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from contract.lora_references import fed_lora
+
+from potluck.contract import checks
+from potluck.lora.places import adapted_layers
+from potluck.models.adapters import pairs
+from potluck.models.config import AdapterConfig
+from potluck.optim.inner import InnerConfig
+from potluck.simulator.exact.problem import Problem
+from potluck.strategies.fed_lora import FedLoRA, FedLoRAConfig, new_factors_seed, rules
+from potluck.worker.need import replica_memory, resting_tensors
+
+plain = AdapterConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj"))
+unequal = AdapterConfig(rank=4, alpha=6, rslora=True, lower_ranks=(1, 2), target_modules=("q_proj", "down_proj"))
+gpt2 = AdapterConfig(rank=3, alpha=3, target_modules=("c_attn",))
+num_steps = 3
+
+
+def problem_of(**changes: Any) -> Problem:
+    inner = InnerConfig(lr=1e-2, batch_size=4, warmup=0.1, weight_decay=0.1)
+    return Problem(**{"family": "llama", "adapter": plain, "inner": inner, "num_rounds": 3, **changes})
+
+
+def making(rule: str) -> Callable[[], FedLoRA]:
+    return lambda: FedLoRA(FedLoRAConfig.model_validate({"rule": rule, "num_inner_steps": num_steps}))
+
+
+def memory_for(problem: Problem, rule: str, rank: int) -> int:
+    """Bytes with which a worker can train that rank and no higher one."""
+    plan = problem.plan(making(rule)())
+    resting = resting_tensors(plan.layout, rank)
+    num_resting = sum(spec.numel for spec in plan.layout if spec.name in resting)
+    need = replica_memory(
+        plan.spec, plan.layout.numel - num_resting, precision="fp32", num_resting=num_resting
+    )  # fmt: skip
+    return need.device_bytes + need.kept_bytes
+
+
+def check_equal(problem: Problem, rule: str, ranks: list[int]) -> None:
+    assert problem.adapter is not None
+    highest = problem.adapter.rank
+    got = checks.run(
+        problem, making(rule), num_workers=len(ranks),
+        memory=lambda i: 0 if ranks[i] == highest else memory_for(problem, rule, ranks[i]),
+    )  # fmt: skip
+    wanted = fed_lora(
+        problem, rule, num_inner_steps=num_steps, ranks=ranks, seed_of=lambda n: new_factors_seed(problem.seed, n)
+    )
+    layout = problem.plan(making(rule)()).layout
+    found, layers = pairs(layout, got.params), adapted_layers(layout)
+    assert list(found) == list(wanted)
+    for name, (a, b) in found.items():
+        want, merged = wanted[name], layers[name].merged
+        # Components of the SVD are as exact as their singular values are apart; their product is what counts.
+        if rule == "flex_lora":
+            np.testing.assert_allclose((b @ a).numpy(), want.b @ want.a, atol=2e-6)
+        else:
+            np.testing.assert_allclose(a.numpy(), want.a, atol=5e-6)
+            np.testing.assert_allclose(b.numpy(), want.b, atol=5e-6)
+        assert (merged is not None) == (rule in ("flora", "fed_ex"))
+        if merged is not None:
+            spec = layout.tensors[merged]
+            mass = got.params[spec.offset : spec.stop].view(spec.shape).numpy()
+            assert np.abs(mass).max() > (1e-4 if rule == "flora" else 1e-7)
+            np.testing.assert_allclose(mass, want.merged, atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", rules)
+def test_two_workers_equal_plain_peft_and_dense_matrices(rule: str) -> None:
+    check_equal(problem_of(), rule, [4, 4])
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in rules.items() if rule.takes_unequal_ranks])
+def test_unequal_ranks_equal_plain_peft_and_dense_matrices(rule: str) -> None:
+    check_equal(problem_of(adapter=unequal), rule, [1, 4, 2])
+    check_equal(problem_of(adapter=unequal), rule, [1, 2])
+
+
+@pytest.mark.parametrize("rule", ["fed_ex", "flora", "flex_lora"])
+def test_gpt2(rule: str) -> None:
+    check_equal(problem_of(family="gpt2", adapter=gpt2), rule, [3, 3])
+
+
+@pytest.mark.parametrize("rule", rules)
+def test_it_learns_and_loses_nothing(rule: str) -> None:
+    problem = problem_of(num_rounds=8)
+    problem.inner = problem.inner.model_copy(update={"lr": 0.05})
+    got = checks.run(problem, making(rule), num_workers=2)
+    assert got.losses[8] < got.losses[0] - 0.01
+
+
+@pytest.mark.parametrize("rule", rules)
+def test_it_moves_what_it_says(rule: str) -> None:
+    checks.moves_what_it_says(problem_of(up_codec="int8", down_codec="bf16"), making(rule))
+
+
+@pytest.mark.parametrize("rule", ["ffa", "ro_lora", "fed_sa"])
+def test_what_stays_does_not_travel(rule: str) -> None:
+    facts = checks.facts_of(problem_of().plan(making(rule)()))
+    both, one = (making(each)().total(facts, 100) for each in ("fed_it", rule))
+    assert one.up < 0.6 * both.up
+    assert one.down < 0.6 * both.down
+
+
+@pytest.mark.parametrize("rule", rules)
+def test_stop_and_resume_changes_nothing(rule: str) -> None:
+    checks.resumes_exactly(problem_of(), making(rule), moments=(0.3, 0.7))
+
+
+@pytest.mark.parametrize("rule", ["fed_ex", "fed_sa", "flex_lora"])
+def test_losses_and_deaths(rule: str) -> None:
+    problem = problem_of(num_rounds=8, adapter=unequal if rules[rule].takes_unequal_ranks else plain)
+    problem.inner = problem.inner.model_copy(update={"lr": 0.05})
+    checks.survives_losses(problem, making(rule), falls_to=0.997)
+
+
+def test_one_seed_gives_one_run() -> None:
+    checks.same_trace(problem_of(adapter=unequal), making("flex_lora"))
+
