@@ -1,9 +1,9 @@
-"""Federated LoRA in plain PyTorch and PEFT, the joining in NumPy on dense matrices. Nothing is Potluck's but the data."""
+"""Federated LoRA in plain PyTorch and PEFT, joined in NumPy on dense matrices. Nothing is Potluck's but the data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,8 +57,8 @@ class Owner:
             with torch.no_grad():
                 layer.lora_A["default"].weight.copy_(torch.from_numpy(each.a[: self.rank]))
                 layer.lora_B["default"].weight.copy_(torch.from_numpy(b))
-                merged = torch.from_numpy(each.merged).float()
-                layer.base_layer.weight.copy_(self.bases[name] + (merged.T if self.problem.family == "gpt2" else merged))
+                merged = torch.from_numpy(each.merged.T if self.problem.family == "gpt2" else each.merged)
+                layer.base_layer.weight.copy_(self.bases[name] + merged.float())
 
     def factors(self, name: str) -> tuple[Matrix, Matrix]:
         layer = self.layers[name]
@@ -91,13 +91,24 @@ def first(problem: Problem) -> dict[str, Adapter]:
     return found
 
 
-def fed_lora(problem: Problem, rule: str, *, num_inner_steps: int, ranks: Sequence[int], seed_of: Any) -> dict[str, Adapter]:
+def weighed(matrices: Sequence[Matrix], weights: Sequence[float]) -> Matrix:
+    """Their mean; smaller ones have zeros below and to the right."""
+    rows, columns = (max(m.shape[axis] for m in matrices) for axis in (0, 1))
+    total = np.zeros((rows, columns))
+    for matrix, weight in zip(matrices, weights, strict=True):
+        total[: matrix.shape[0], : matrix.shape[1]] += weight / sum(weights) * matrix
+    return total
+
+
+def fed_lora(
+    problem: Problem, rule: str, *, num_inner_steps: int, ranks: Sequence[int], seed_of: Callable[[int], int]
+) -> dict[str, Adapter]:
     """Worker i trains `ranks[i]`; all have as much data. `seed_of(round)` is what new factors are drawn from."""
     assert problem.adapter is not None
     highest = problem.adapter.rank
     adapters, scale = first(problem), scale_of(problem, highest)
     owners = [Owner(problem, rank) for rank in ranks]
-    batch, share = problem.inner.batch_size, 1 / len(ranks)
+    batch = problem.inner.batch_size
     asked = [[(f"w{i + 1}", num_inner_steps * batch) for i in range(len(ranks))]] * problem.num_rounds
     for round, rows in enumerate(problem.dealt(asked)):
         moving = {"ffa": "B", "ro_lora": "AB"[(round + 1) % 2]}.get(rule, "AB")
@@ -113,25 +124,18 @@ def fed_lora(problem: Problem, rule: str, *, num_inner_steps: int, ranks: Sequen
             assert len(trained(owner.model)) == 2 * len(owner.layers)
         fresh = torch.Generator().manual_seed(seed_of(round + 1))
         for name, each in adapters.items():
-            before = replace(each)
             sent = [(*owner.factors(name), scale_of(problem, owner.rank)) for owner in owners]
-            dense: Matrix = sum(share * s * b @ a for a, b, s in sent)  # pyright: ignore[reportAssignmentType]
-            mean_a: Matrix = sum(share * np.pad(a, ((0, highest - len(a)), (0, 0))) for a, _, _ in sent)  # pyright: ignore[reportAssignmentType]
-            mean_b: Matrix = sum(  # pyright: ignore[reportAssignmentType]
-                share * np.pad(b * s / scale, ((0, 0), (0, highest - b.shape[1]))) for _, b, s in sent
-            )
+            equal, highest_sent = [1.0] * len(sent), max(ranks)
+            dense = weighed([s * b @ a for a, b, s in sent], equal)
+            mean_a = weighed([a for a, _, _ in sent], equal)
+            mean_b = weighed([b * s / scale for _, b, s in sent], equal)
             match rule:
                 case "fed_it" | "ffa" | "ro_lora":
                     each.a, each.b = mean_a, mean_b
                 case "het_lora":
-                    norms = [np.linalg.norm(s * b @ a) for a, b, s in sent]
-                    weights = norms / np.sum(norms)
-                    each.a = sum(w * np.pad(a, ((0, highest - len(a)), (0, 0))) for w, (a, _, _) in zip(weights, sent, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
-                    each.b = sum(  # pyright: ignore[reportAttributeAccessIssue]
-                        w * np.pad(b * s / scale, ((0, 0), (0, highest - b.shape[1])))
-                        for w, (_, b, s) in zip(weights, sent, strict=True)
-                    )
-                    each.a[max(ranks) :] = before.a[max(ranks) :]
+                    norms = [float(np.linalg.norm(s * b @ a)) for a, b, s in sent]
+                    each.a[:highest_sent] = weighed([a for a, _, _ in sent], norms)
+                    each.b[:, :highest_sent] = weighed([b * s / scale for _, b, s in sent], norms)
                 case "fed_sa":
                     each.a = mean_a
                     for owner in owners:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from potluck.models.adapters import pairs
 from potluck.models.config import AdapterConfig
 from potluck.optim.inner import InnerConfig
 from potluck.simulator.exact.problem import Problem
-from potluck.strategies.fed_lora import FedLoRA, FedLoRAConfig, new_factors_seed, rules
+from potluck.strategies.fed_lora import FedLoRA, FedLoRAConfig, RuleName, new_factors_seed, rules
 from potluck.worker.need import replica_memory, resting_tensors
 
 plain = AdapterConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj"))
@@ -26,7 +27,8 @@ num_steps = 3
 
 def problem_of(**changes: Any) -> Problem:
     inner = InnerConfig(lr=1e-2, batch_size=4, warmup=0.1, weight_decay=0.1)
-    return Problem(**{"family": "llama", "adapter": plain, "inner": inner, "num_rounds": 3, **changes})
+    given: dict[str, Any] = {"family": "llama", "adapter": plain, "inner": inner, "num_rounds": 3, **changes}
+    return Problem(**given)
 
 
 def making(rule: str) -> Callable[[], FedLoRA]:
@@ -47,12 +49,13 @@ def memory_for(problem: Problem, rule: str, rank: int) -> int:
 def check_equal(problem: Problem, rule: str, ranks: list[int]) -> None:
     assert problem.adapter is not None
     highest = problem.adapter.rank
-    got = checks.run(
-        problem, making(rule), num_workers=len(ranks),
-        memory=lambda i: 0 if ranks[i] == highest else memory_for(problem, rule, ranks[i]),
-    )  # fmt: skip
+
+    def memory(i: int) -> int:
+        return 0 if ranks[i] == highest else memory_for(problem, rule, ranks[i])
+
+    got = checks.run(problem, making(rule), num_workers=len(ranks), memory=memory)
     wanted = fed_lora(
-        problem, rule, num_inner_steps=num_steps, ranks=ranks, seed_of=lambda n: new_factors_seed(problem.seed, n)
+        problem, rule, num_inner_steps=num_steps, ranks=ranks, seed_of=partial(new_factors_seed, problem.seed)
     )
     layout = problem.plan(making(rule)()).layout
     found, layers = pairs(layout, got.params), adapted_layers(layout)
@@ -116,7 +119,7 @@ def test_stop_and_resume_changes_nothing(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["fed_ex", "fed_sa", "flex_lora"])
-def test_losses_and_deaths(rule: str) -> None:
+def test_losses_and_deaths(rule: RuleName) -> None:
     problem = problem_of(num_rounds=8, adapter=unequal if rules[rule].takes_unequal_ranks else plain)
     problem.inner = problem.inner.model_copy(update={"lr": 0.05})
     checks.survives_losses(problem, making(rule), falls_to=0.997)

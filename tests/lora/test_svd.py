@@ -13,8 +13,13 @@ from lora import dense
 from lora.dense import adapter, change, wide
 
 from potluck.lora.factors import Factors
-from potluck.lora.svd import principal, refactored
+from potluck.lora.svd import left_out, principal
 from potluck.types.errors import InvalidUpdate
+
+
+def refactored(change: Factors | torch.Tensor, rank: int, *, scale: float) -> tuple[Factors, float]:
+    best, s = principal(change, rank)
+    return best.resized(rank, scale=scale), left_out(s, rank)
 
 
 def tail(matrix: dense.Matrix, rank: int) -> float:

@@ -33,15 +33,17 @@ adapters = {
 
 
 def adapted(family: str, base: BasePrecision, folder: Path, **changes: Any) -> tuple[RunSpec, list[Path]]:
-    config, adapter = changes.pop("config", None) or FAMILIES[family], adapters[family.partition("-")[0]]
+    config = changes.pop("config", None) or FAMILIES[family]
+    adapter = changes.pop("adapter", adapters[family.partition("-")[0]])
+    merges = changes.pop("merges", False)
     objects = ObjectStore(folder / "objects")
     files = write_base(ModelConfig(config=config, adapter=adapter, base=base), config, objects, seed=3)
     spec = RunSpec.model_validate(
         {
             "run_id": "r", "name": "r", "seed": 3, "strategy": "fed_avg", "model_config_json": config,
-            "layout": layout_of(adapted_skeleton(config, adapter)).to_json(), "seq_len": seq_len,
+            "layout": layout_of(adapted_skeleton(config, adapter, merges=merges)).to_json(), "seq_len": seq_len,
             "inner": InnerConfig(**{"lr": 1e-2, "batch_size": 4, "warmup": 0.1, **changes}), "data_access": "shared",
-            "adapter": adapter, "base": files,
+            "adapter": adapter, "base": files, "merges_adapters": merges,
         }
     )  # fmt: skip
     return spec, [objects.path(Digest(each.digest)) for each in files.objects]

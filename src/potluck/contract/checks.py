@@ -89,7 +89,7 @@ async def play(
     costs: Callable[[int], Callable[[pb.Lease], float]] = lambda _: cost_s,
     memory: Callable[[int], int] = lambda _: 0,
 ) -> Outcome:
-    """A whole run: start, let `disturb` do its worst, wait for the end. `memory`: bytes of each worker, 0 for enough."""
+    """A whole run: start, let `disturb` do its worst, wait for the end. `memory`: bytes of a worker, 0 for enough."""
     problem.fleet = problem.fleet.model_copy(update={"min_workers": min_workers or num_workers})
     clock, executor = (SystemClock(), PacedThreads) if sockets else (VirtualClock(), InlineExecutor)
     world = World(

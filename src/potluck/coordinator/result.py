@@ -58,7 +58,7 @@ def merge(run_dir: Path, target: Path) -> None:
     source = run_dir / MODEL
     if not (source / WEIGHTS_FILE).is_file():
         raise PotluckError(f"{source} holds no adapters yet; finish the run or end it with `potluck stop`")
-    adapters = Adapters.load(source, recipe.model.adapter)
+    adapters = Adapters.load(source)
     readme = model_card({"name": recipe.name, "adapters": f"rank {recipe.model.adapter.rank}, merged"})
     save_merged_dir(
         target, frozen.model_config, _paths(frozen.base, run_dir), frozen.base.precision, adapters,

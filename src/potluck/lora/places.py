@@ -8,6 +8,7 @@ A factor is one tensor, or several blocks of components where workers have unequ
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from potluck.types.errors import ModelError
 from potluck.types.params import Layout
 
 A_MARK, B_MARK, MERGED_MARK = ".lora_A.", ".lora_B.", ".base_layer.merged"
@@ -33,7 +35,7 @@ class AdaptedLayer:
 
     def blocks(self, rank: int) -> int:
         """How many of the blocks an adapter of that rank has."""
-        return self.ranks.index(rank) + 1
+        return bisect_right(self.ranks, rank)
 
     def factors(self, tensors: Sequence[Tensor], rank: int = 0) -> tuple[Tensor, Tensor]:
         """A and B, of that rank or whole, from all tensors of the layout."""
@@ -43,11 +45,13 @@ class AdaptedLayer:
 
 
 def adapted_layers(layout: Layout) -> dict[str, AdaptedLayer]:
-    """By the layers' plain names. KeyError where an A has no B."""
+    """By the layers' plain names. ModelError where an A has no B."""
     numbers = {tensor.name: i for i, tensor in enumerate(layout)}
     found: dict[str, list[int]] = {}
     for name, i in numbers.items():
         if A_MARK in name:
+            if name.replace(A_MARK, B_MARK) not in numbers:
+                raise ModelError(f"the run's layout has {name[:200]} and no B to it; check the coordinator's version")
             found.setdefault(name.partition(A_MARK)[0], []).append(i)
     return {
         layer: AdaptedLayer(

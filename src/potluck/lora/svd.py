@@ -33,11 +33,10 @@ def principal(change: Factors | Tensor, rank: int) -> tuple[Factors, Tensor]:
     return Factors(a.float(), b.float(), 1.0).resized(rank, scale=1.0), s
 
 
-def refactored(change: Factors | Tensor, rank: int, *, scale: float) -> tuple[Factors, float]:
-    """The best adapter of that rank and scale, and its error ||D - s B A||_F / ||D||_F; 0 where D is 0."""
-    best, s = principal(change, rank)
-    total, lost = float(s.norm()), float(s[rank:].norm())
-    return best.resized(rank, scale=scale), lost / total if total else 0.0
+def left_out(singular_values: Tensor, rank: int) -> float:
+    """The share of a change that its `rank` first components do not have, in the Frobenius norm; 0 where it is 0."""
+    total = float(singular_values.norm())
+    return float(singular_values[rank:].norm()) / total if total else 0.0
 
 
 def _decomposed(change: Factors | Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

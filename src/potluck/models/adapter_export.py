@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from potluck.models.adapters import ADAPTER_NAME, lora_config, pairs, peft_name, target_layers
+from potluck.lora.factors import Factors
+from potluck.lora.places import adapted_layers
+from potluck.lora.svd import left_out, principal
+from potluck.models.adapters import ADAPTER_NAME, lora_config, pairs, peft_name, plain, target_layers
 from potluck.models.base import whole_weights
 from potluck.models.build import skeleton
 from potluck.models.config import AdapterConfig, BasePrecision
@@ -29,13 +32,19 @@ from potluck.types.params import Layout
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 WEIGHT = ".weight"
+MAX_LEFT_OUT = 1e-3
+"""Of a layer's change, where adapters of a limited rank stand for it."""
 
 
 def save_adapter_dir(
     path: Path, config_json: dict[str, Any], adapter: AdapterConfig, vector: Tensor, layout: Layout,
     tokenizer_dir: Path | None, card: Mapping[str, Any], *, base_name: str,
 ) -> None:  # fmt: skip
-    """Write the PEFT directory. vector: fp32 [layout.numel], the adapters. `base_name`: a model directory or hub id."""
+    """Write the PEFT directory. vector: fp32 [layout.numel], the adapters. `base_name`: a model directory or hub id.
+
+    What was merged into the base goes with the adapters, whose rank grows by it: see `whole_change`.
+    """
+    adapter, layout, vector, facts = whole_change(adapter, layout, vector)
     module = skeleton(config_json)
     targets = target_layers(module, adapter)
     is_transposed = any(output_axis(layer) == 1 for layer in targets.values())
@@ -46,7 +55,39 @@ def save_adapter_dir(
         _sort_targets(scratch / CONFIG_FILE)
         renamed = Layout.of([(peft_name(spec.name), spec.shape) for spec in layout])
         write_safetensors(scratch / WEIGHTS_FILE, vector, renamed)
-        write_surroundings(scratch, tokenizer_dir, model_card(card, base_name=base_name))
+        write_surroundings(scratch, tokenizer_dir, model_card({**card, **facts}, base_name=base_name))
+
+
+def whole_change(
+    adapter: AdapterConfig, layout: Layout, vector: Tensor
+) -> tuple[AdapterConfig, Layout, Tensor, dict[str, Any]]:
+    """The run's change of every layer, M + s B A, as adapters of one rank in PEFT's form; then what a card says of it.
+
+    Where nothing is merged they are the run's own. Else the rank is the lowest of r, 2 r, 4 r, ... that leaves out at
+    most `MAX_LEFT_OUT` of each layer's change (in the Frobenius norm).
+    """
+    merged = {name: each.merged for name, each in adapted_layers(layout).items() if each.merged is not None}
+    if not merged:
+        plain_adapter = adapter.model_copy(update={"lower_ranks": ()})
+        return plain_adapter, *plain(layout, vector), {}
+    changes: dict[str, tuple[Factors, Tensor]] = {}
+    for name, (a, b) in pairs(layout, vector).items():
+        spec = layout.tensors[merged[name]]
+        change = vector[spec.offset : spec.stop].view(spec.shape).clone()
+        Factors(a, b, adapter.scaling).add_to(change)
+        changes[name] = principal(change, min(change.shape))
+    rank = adapter.rank
+    while (lost := max(left_out(values, rank) for _, values in changes.values())) > MAX_LEFT_OUT:
+        rank *= 2
+    whole = adapter.model_copy(update={"rank": rank, "lower_ranks": ()})
+    factors = {name: best.resized(rank, scale=whole.scaling) for name, (best, _) in changes.items()}
+    tensors = [
+        (f"{name}.lora_{letter}.{ADAPTER_NAME}.weight", tensor)
+        for name, each in factors.items() for letter, tensor in (("A", each.a), ("B", each.b))
+    ]  # fmt: skip
+    found = Layout.of([(name, tensor.shape) for name, tensor in tensors])
+    facts = {"rank": f"{rank}, with what rounds merged", "left out of the change": f"{lost:.1e}"}
+    return whole, found, torch.cat([tensor.reshape(-1) for _, tensor in tensors]), facts
 
 
 def save_merged_dir(
@@ -86,16 +127,13 @@ class Adapters:
         self.factors, self.scaling = factors, scaling
 
     @staticmethod
-    def of(adapter: AdapterConfig, layout: Layout, vector: Tensor) -> Adapters:
-        return Adapters(pairs(layout, vector), adapter.scaling)
-
-    @staticmethod
-    def load(folder: Path, adapter: AdapterConfig) -> Adapters:
+    def load(folder: Path) -> Adapters:
         """What `save_adapter_dir` wrote. ModelError."""
+        from peft import LoraConfig
         from safetensors.torch import load_file
 
         try:
-            tensors = load_file(folder / WEIGHTS_FILE)
+            tensors, settings = load_file(folder / WEIGHTS_FILE), LoraConfig.from_pretrained(str(folder))
         except Exception as error:  # safetensors raises its own, OSError or ValueError
             raise ModelError(f"{folder / WEIGHTS_FILE} cannot be read: {error}; finish the run first") from error
         prefix = peft_name("")
@@ -106,7 +144,8 @@ class Adapters:
             for name, tensor in tensors.items()
         }
         layout = Layout.of([(name, tensor.shape) for name, tensor in named.items()])
-        return Adapters.of(adapter, layout, torch.cat([tensor.reshape(-1) for tensor in named.values()]))
+        scaling = settings.lora_alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
+        return Adapters(pairs(layout, torch.cat([tensor.reshape(-1) for tensor in named.values()])), scaling)
 
 
 def open_adapter_dir(folder: Path) -> Any:
