@@ -74,9 +74,11 @@ class Merged(nn.Module):
         super().__init__()
         self.layer = layer
         self.merged = nn.Parameter(torch.empty(outputs, inputs, device="meta"))
+        self.is_used = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + linear(x, self.merged)
+        y = self.layer(x)
+        return y + linear(x, self.merged) if self.is_used else y
 
 
 def lora_layers(module: nn.Module) -> list[Any]:

@@ -14,6 +14,7 @@ Their logits are not even made where logits are made in chunks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -106,14 +107,40 @@ class TokenLoss:
         finally:
             self._module.train(training)
 
+    def of_sequences(self, tokens: Tensor) -> Tensor:
+        """The sum of token losses of each sequence, fp32 [batch], to go on from. Autocast as the precision says.
+
+        In chunks, logits are made once more in the backward pass.
+        """
+        with torch.autocast(tokens.device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            inputs, targets = inputs_of(tokens[:, :-1]), tokens[:, 1:].reshape(-1)
+            is_predicted = targets >= 0
+            if self._is_chunked(inputs):
+                hidden, weight = self._hidden(inputs)[is_predicted], _head(self._module).weight
+                rows = _RowLosses.apply(
+                    hidden, weight, targets[is_predicted], self._chunk_rows, self._autocast, self._head
+                )  # fmt: skip
+            else:
+                logits = self._module(input_ids=inputs, use_cache=False, return_dict=True).logits
+                logits = logits.reshape(-1, logits.shape[-1])[is_predicted].float()
+                rows = cross_entropy(logits, targets[is_predicted], reduction="none")
+            number = torch.arange(len(tokens), device=tokens.device).repeat_interleave(inputs.shape[1])[is_predicted]
+            return rows.new_zeros(len(tokens)).index_add(0, number, rows)
+
+    def _is_chunked(self, inputs: Tensor) -> bool:
+        return 4 * inputs.numel() * self._vocab_size > self._max_whole_bytes and self.is_split(inputs)
+
+    def _hidden(self, inputs: Tensor) -> Tensor:
+        """What the head is given, [tokens, dim]."""
+        hidden = _base(self._module)(input_ids=inputs, use_cache=False, return_dict=True)[0]
+        return hidden.reshape(-1, hidden.shape[-1])
+
     def _loss(self, tokens: Tensor, divisor: int, autocast: torch.dtype | None) -> Tensor:
         inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
         if self._marked:
             inputs = inputs_of(inputs)
-        if 4 * targets.numel() * self._vocab_size > self._max_whole_bytes and self.is_split(inputs):
-            hidden = _base(self._module)(input_ids=inputs, use_cache=False, return_dict=True)[0]
-            weight = _head(self._module).weight
-            hidden = hidden.reshape(-1, hidden.shape[-1])
+        if self._is_chunked(inputs):
+            hidden, weight = self._hidden(inputs), _head(self._module).weight
             if self._marked:
                 hidden, targets = hidden[targets >= 0], targets[targets >= 0]
             return _LinearCrossEntropy.apply(hidden, weight, targets, self._chunk_rows, divisor, autocast, self._head)
@@ -155,6 +182,46 @@ def _splits(module: nn.Module, inputs: Tensor) -> bool:
             return torch.allclose(head(hidden), whole, rtol=1e-4, atol=1e-5)
     finally:
         module.train(training)
+
+
+class _RowLosses(torch.autograd.Function):
+    """Cross entropy of each row of h W^T: fp32 [rows]. The head is frozen; hidden, weight, targets as below."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, autocast: torch.dtype | None,
+        head: HeadProducts,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.how = (chunk_rows, autocast, head)
+        found = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        for rows, logits, _ in _RowLosses._chunks(hidden, weight, *ctx.how):
+            picked = logits.gather(-1, targets[rows, None]).squeeze(-1)
+            found[rows] = logits.logsumexp(dim=-1) - picked
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets = ctx.saved_tensors
+        found = torch.empty_like(hidden)
+        for rows, logits, w in _RowLosses._chunks(hidden, weight, *ctx.how):
+            each = logits.softmax(dim=-1)
+            each.scatter_add_(-1, targets[rows, None], each.new_full((len(each), 1), -1.0))
+            each.mul_(grad[rows, None])
+            found[rows] = ctx.how[2].input_gradient(each.to(w.dtype), w).to(found.dtype)
+        return found, None, None, None, None, None
+
+    @staticmethod
+    def _chunks(
+        hidden: Tensor, weight: Tensor, chunk_rows: int, autocast: torch.dtype | None, head: HeadProducts
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Rows, their logits in fp32, and the head as it was multiplied."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            w = weight.to(autocast) if autocast is not None else weight
+            even = even_rows(len(hidden), chunk_rows) if len(hidden) else 1
+            for start in range(0, len(hidden), even):
+                rows = slice(start, start + even)
+                yield rows, head.logits(hidden[rows].to(w.dtype), w).float(), w
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

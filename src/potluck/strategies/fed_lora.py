@@ -127,11 +127,13 @@ rules: Mapping[RuleName, Rule] = {
 def inner(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int], rank: int,
     trains: Sequence[int], sends: Sequence[int], begins_anew: bool, num_steps: int, progress: tuple[float, float],
-    mean_steps: int = 0,
+    mean_steps: int = 0, beta: float = 0.0,
 ) -> Result:  # fmt: skip
-    """`theta` are the values of the tensors in `parts`; those in `keeps` are the worker's own."""
+    """`theta` are the values of the tensors in `parts`; those in `keeps` are the worker's own. `beta` is of pairs."""
     start = _begin(replica, theta=theta, parts=parts, keeps=keeps, rank=rank)
     replica.train_only(trains)
+    if beta:
+        replica.prefer(beta=beta)
     if begins_anew:
         replica.forget_moments()
     result = take_steps(replica, theta=start, num_steps=num_steps, progress=progress, mean_steps=mean_steps, part=sends)
@@ -142,8 +144,11 @@ def inner(
 
 @task("fed_lora.loss", kind="pinned", numbers=("num_tokens", "loss_sum"))
 def held_out_loss(
-    replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int]
-) -> Result:
+    replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int],
+    beta: float = 0.0,
+) -> Result:  # fmt: skip
+    if beta:
+        replica.prefer(beta=beta)
     replica.load(_begin(replica, theta=theta, parts=parts, keeps=keeps, rank=0))
     return evaluation.over(replica)
 
@@ -173,6 +178,9 @@ def _keep(replica: Replica, params: Vector) -> None:
 class FedLoRA:
     Config: ClassVar[type[BaseModel]] = FedLoRAConfig
     State: ClassVar[type[State]] = FedLoRAState
+
+    beta = 0.0
+    """Of the loss of preference, for data of pairs; 0 for the likelihood of single answers."""
 
     def __init__(self, config: FedLoRAConfig) -> None:
         self.config, self.rule = config, rules[config.rule]
@@ -275,6 +283,7 @@ class FedLoRA:
             "theta": [Part(start.part(run.layout.ranges(part)), part) for part in parts],
             "parts": parts,
             "keeps": part_of(places, ("b",), rank) if rule.keeps_own else (),
+            "beta": self.beta,
         }
 
     def _joined(

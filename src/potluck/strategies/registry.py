@@ -21,6 +21,7 @@ shipped = {
     "async_diloco": "potluck.strategies.async_diloco:AsyncDiLoCo",
     "diloco": "potluck.strategies.diloco:DiLoCo",
     "streaming_diloco": "potluck.strategies.streaming_diloco:StreamingDiLoCo",
+    "fed_dpo": "potluck.strategies.fed_dpo:FedDPO",
     "fed_lora": "potluck.strategies.fed_lora:FedLoRA",
     "fed_avg": "potluck.strategies.fed_avg:FedAvg",
     "sparse_diloco": "potluck.strategies.sparse_diloco:SparseDiLoCo",

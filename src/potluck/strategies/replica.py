@@ -145,6 +145,12 @@ class Replica(Protocol):
         """The inner optimizer is as before its first step: what the parameters were is no matter any more."""
         ...
 
+    def prefer(self, *, beta: float) -> None:
+        """In this task batches are pairs of answers, integer [at most batch_size, 2, seq_len + 1], and steps and
+        `evaluate` take the loss of preference (models/preference.py): a step's is its mean over pairs, and where losses
+        add up a pair weighs by its tokens."""
+        ...
+
     def train_step(self, *, progress: float) -> Step:
         """One inner optimizer step on the next batch. `progress` in [0, 1] is the run's, for the schedule."""
         ...

@@ -19,7 +19,7 @@ def replica_memory(spec: RunSpec, num_params: int, *, precision: str, num_restin
     `num_resting` more."""
     return training_memory(
         ModelDims.of(spec.model_config_json, num_params),
-        batch_size=spec.inner.batch_size,
+        batch_size=spec.inner.batch_size * max(1, spec.rows_per_record),
         seq_len=spec.seq_len,
         optimizer=spec.inner.optimizer,
         precision=precision,

@@ -89,6 +89,7 @@ class TorchReplica:
         self.kept = Kept(layout.numel)
         self._num_steps = 0
         self._adapter, self._rank = spec.adapter, 0
+        self._takes_pairs, self._beta = spec.rows_per_record == 2, 0.0
         self._source: Iterator[Tensor] = iter(())
         self._left_over: Tensor | None = None
         self._mailbox: Mailbox | None = None
@@ -127,6 +128,7 @@ class TorchReplica:
         """
         self._source, self._left_over, self._is_cut_short = iter(source), None, is_cut_short
         self._steering = self._loaded = None
+        self._beta = 0.0
         self.train_only(())
         self.use_rank(0)
         self._cancelled.clear()
@@ -227,6 +229,9 @@ class TorchReplica:
         set_scale(self._flat.module, self._adapter.scale_of(rank or self._adapter.rank))
         self._rank = rank
 
+    def prefer(self, *, beta: float) -> None:
+        self._beta = beta
+
     def forget_moments(self) -> None:
         self._optimizer.reset()
 
@@ -241,7 +246,8 @@ class TorchReplica:
         num_tokens = sum(map(num_predicted, batches))
         _check_predicted(num_tokens)
         lr = learning_rate(self._inner, progress)
-        loss = self._backward(batches, divisor=num_tokens)
+        divisor = sum(map(len, batches)) if self._takes_pairs else num_tokens
+        loss = self._backward(batches, divisor=divisor)
         if self._steering is not None:
             self._steering.before_clipping()
         norm = self._optimizer.clip(self._inner.clip)
@@ -277,7 +283,8 @@ class TorchReplica:
         loss_sum = 0.0
         for batch in tokens.split(self._inner.batch_size):
             self._stop_if_cancelled()
-            loss_sum += float(self._loss.evaluate(self._on_device(batch)))
+            given = self._on_device(batch)
+            loss_sum += self._evaluate_pairs(given) if self._takes_pairs else float(self._loss.evaluate(given))
         return Loss(loss_sum, num_predicted(tokens))
 
     # How
@@ -289,10 +296,33 @@ class TorchReplica:
             self._stop_if_cancelled()
             if self._has_dropout:
                 torch.manual_seed(self._chance(index, int(batch.sum())))
-            loss = self._loss(self._on_device(batch), divisor=divisor)
+            loss = self._loss_of(self._on_device(batch), divisor=divisor)
             loss.backward()
             losses.append(loss.detach())
         return float(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+
+    def _loss_of(self, batch: Tensor, *, divisor: int) -> Tensor:
+        if self._takes_pairs:
+            return self._pair_losses(batch).sum() / divisor
+        return self._loss(batch, divisor=divisor)
+
+    def _pair_losses(self, pairs: Tensor) -> Tensor:
+        from potluck.models.preference import pair_losses
+
+        if not self._beta:
+            raise DataError("the run's data is pairs of answers and this task trains on single ones; check the recipe")
+        return pair_losses(self._loss, self._flat.module, pairs, beta=self._beta)
+
+    @torch.no_grad()
+    def _evaluate_pairs(self, pairs: Tensor) -> float:
+        module = self._flat.module
+        training = module.training
+        module.eval()
+        try:
+            num_tokens = (pairs[..., 1:] >= 0).sum(dim=(1, 2))
+            return float((self._pair_losses(pairs).double() * num_tokens).sum())
+        finally:
+            module.train(training)
 
     def _chance(self, *of: int) -> int:
         """A seed: a function of the run, the step and its data, of which nothing needs to be kept."""
@@ -315,8 +345,9 @@ class TorchReplica:
         self._left_over = None
         if batch is None:
             return None
-        if batch.dim() != 2 or batch.shape[1] != self._seq_len + 1 or not len(batch):
-            raise DataError(f"a batch is {list(batch.shape)} and must be [any, {self._seq_len + 1}]; check the data")
+        shape = [2, self._seq_len + 1] if self._takes_pairs else [self._seq_len + 1]
+        if list(batch.shape[1:]) != shape or not len(batch):
+            raise DataError(f"a batch is {list(batch.shape)} and must be {['any', *shape]}; check the data")
         if len(batch) > limit:
             batch, self._left_over = batch[:limit], batch[limit:]
         return batch

@@ -112,6 +112,9 @@ class ResumableReplica:
     def use_rank(self, rank: int) -> None:
         self._at_first().use_rank(rank)
 
+    def prefer(self, *, beta: float) -> None:
+        self._at_first().prefer(beta=beta)
+
     def forget_moments(self) -> None:
         self._at_first().forget_moments()
 

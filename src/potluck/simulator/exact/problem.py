@@ -31,13 +31,16 @@ from potluck.types.ids import Digest
 from potluck.types.params import Layout
 
 vocab_size = 32
+num_prompt = 3
+"""Tokens that both answers of a pair begin with and that are not predicted."""
 
 
 @dataclass(kw_only=True)
 class Problem:
     """Sequences that follow a rule (next = 3 * token + 1 or 2, mod 32), and a tiny model that can learn it.
 
-    With `adapter` only LoRA adapters learn it, on that model as it begins, held in the precision `base`.
+    With `adapter` only LoRA adapters learn it, on that model as it begins, held in the precision `base`. With `pairs`
+    each is an answer to its first tokens beside one that does not follow the rule.
     """
 
     family: str = "gpt2"
@@ -56,6 +59,7 @@ class Problem:
     down_codec: str = "fp32"
     adapter: AdapterConfig | None = None
     base: BasePrecision = "fp32"
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -63,7 +67,17 @@ class Problem:
         self.validation = self._sequences(generator)
 
     def _sequences(self, generator: torch.Generator) -> Tensor:
-        """int32 [sequences_per_shard, seq_len + 1]"""
+        """int32 [sequences_per_shard, seq_len + 1], or of pairs [sequences_per_shard, 2, seq_len + 1]"""
+        chosen = self._chosen(generator)
+        if not self.pairs:
+            return chosen
+        rejected = torch.randint(0, vocab_size, chosen.shape, generator=generator, dtype=torch.int32)
+        rejected[:, :num_prompt] = chosen[:, :num_prompt]
+        found = torch.stack([chosen, rejected], dim=1)
+        found[..., :num_prompt] = ~found[..., :num_prompt]
+        return found
+
+    def _chosen(self, generator: torch.Generator) -> Tensor:
         columns = [torch.randint(0, vocab_size, (self.sequences_per_shard,), generator=generator)]
         for _ in range(self.seq_len):
             step = torch.randint(1, 3, columns[0].shape, generator=generator)
@@ -192,7 +206,8 @@ class Problem:
         spec = RunSpec(
             run_id="contract", name="contract", seed=self.seed, strategy=type(strategy).__name__,
             model_config_json=self.config_json(), layout=layout.to_json(), seq_len=self.seq_len, inner=self.inner,
-            data_access="shared", heartbeat_s=self.fleet.heartbeat_s, adapter=self.adapter, base=base,
+            data_access="shared", data_options={"format": "preference"} if self.pairs else {},
+            heartbeat_s=self.fleet.heartbeat_s, adapter=self.adapter, base=base,
             merges_adapters=merges,
             snapshot_every_steps=self.fleet.snapshot_every_steps,
             devices_hold_model=not isinstance(strategy, HeadStrategy), kept_vectors=kept_vectors(strategy),

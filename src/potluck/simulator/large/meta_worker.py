@@ -112,6 +112,9 @@ class CountingReplica:
     def train_only(self, part: Sequence[int]) -> None:
         pass
 
+    def prefer(self, *, beta: float) -> None:
+        pass
+
     def forget_moments(self) -> None:
         pass
 
