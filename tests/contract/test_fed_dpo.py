@@ -80,7 +80,7 @@ def test_one_worker_equals_plain_peft_step_by_step() -> None:
     make = lambda: FedDPO(FedDPOConfig(num_inner_steps=1, beta=beta))  # noqa: E731
     got = checks.run(problem, make, num_workers=1)
     params, losses = plain_dpo(problem, 9)
-    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and abs(losses[-1] - losses[0]) > 0.01
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and abs(losses[-1] - losses[0]) > 1e-3
     assert got.round_losses == pytest.approx(losses, abs=1e-5)
     torch.testing.assert_close(got.params, params, atol=1e-5, rtol=0)
     assert got.losses[0] == pytest.approx(math.log(2), abs=1e-6)
