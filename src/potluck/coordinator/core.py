@@ -19,6 +19,7 @@ from potluck.coordinator.deck import Deck
 from potluck.coordinator.divergence import Diverged, DivergenceWatch, RoundFigures
 from potluck.coordinator.events import Event, OnEvent
 from potluck.coordinator.kit import Kit
+from potluck.coordinator.owners import OwnerLosses, sentence
 from potluck.coordinator.past import Past
 from potluck.coordinator.plan import Plan
 from potluck.coordinator.uploads import Uploads
@@ -86,6 +87,7 @@ class Coordinator:
         self.intake.noted = lambda worker, text: self.tell("note", f"{worker}: {text}", worker=worker)
         self.state: State | None = None
         self.losses: dict[int, float] = {}  # validation loss by round
+        self.owners = OwnerLosses()
         self.operations: list[Operation] = []  # what was done to the run as a whole
         self._watch = DivergenceWatch(plan.divergence)
         self.stop_reason = ""
@@ -154,6 +156,7 @@ class Coordinator:
         """What the ledger has of the rounds so far."""
         run = self.lanes.ledger.run
         self.losses = dict(await run(self.ledger.metrics, "validation_loss"))
+        self.owners = await run(OwnerLosses.of, self.ledger)
         self._given.restore(await run(self.ledger.contributions))
         self._num_roll_backs = await run(self.ledger.num_roll_backs)
         self.operations = await run(self.ledger.operations)
@@ -358,8 +361,13 @@ class Coordinator:
             self.fleet.end(committed=False)
         mean = loss.loss_sum / loss.num_tokens
         self.losses[state.round] = mean
-        await self.lanes.ledger.run(self.ledger.metric, state.round, "validation_loss", mean)
-        self.tell("validation", f"validation loss {mean:.4f}", round=state.round, loss=mean)
+        said = loss.owners if isinstance(loss, evaluation.OwnersValidation) else {}
+        metrics = {"validation_loss": mean, **self.owners.note(state.round, said)}
+        for name, value in metrics.items():
+            await self.lanes.ledger.run(self.ledger.metric, state.round, name, value)
+        each = f": {sentence(said)}" if said else ""
+        detail = {worker: {"loss": own.shared, "personal": own.personal} for worker, own in said.items()}
+        self.tell("validation", f"validation loss {mean:.4f}{each}", round=state.round, loss=mean, owners=detail)
 
     async def save(self, state: State) -> None:
         """A checkpoint where it is due, and the state is not suspected; the last round is always saved."""

@@ -25,7 +25,7 @@ class Event:
     - `codec`: worker, reason                             another codec was chosen for a worker's updates
     - `aggregation`: rule, left_out, scaled               updates that the rule did not count whole
     - `lost`: worker, reason                              a piece of work was given up, or its result refused
-    - `validation`: round, loss
+    - `validation`: round, loss, owners                   `owners`: of private text, by worker, loss and personal
     - `checkpoint`: round, path
     - `model`: path                                       the model directory was written
     - `limits`: up, down, up_per_worker, down_per_worker  bytes/s of transfers, 0 for none; an operator changed them

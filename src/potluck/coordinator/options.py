@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from potluck.coordinator.owners import OwnerResult
 from potluck.coordinator.recipe import Recipe
 
 default_port = 7443
@@ -38,6 +39,7 @@ class WorkerResult:
     tokens: int
     bytes_up: int
     bytes_down: int
+    owner: OwnerResult = field(default_factory=OwnerResult)  # on its own held-out text
 
 
 RESULT_FILE = "result.json"

@@ -357,3 +357,11 @@ class Ledger:
             (name, last),
         )
         return [(int(r), float(v)) for r, v in rows]
+
+    def metrics_under(self, prefix: str) -> list[tuple[str, int, float]]:
+        """Name, round and value of all whose names begin so, by name and round."""
+        rows = self._db.query(
+            "SELECT name, round, value FROM metrics WHERE substr(name, 1, ?) = ? ORDER BY name, round",
+            (len(prefix), prefix),
+        )
+        return [(str(n), int(r), float(v)) for n, r, v in rows]

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
 
 from potluck.strategies.fleet import Fleet, Replies, Reply, WorkerInfo
 from potluck.strategies.replica import Loss, Replica
 from potluck.strategies.task import BoundTask, Result, task
 from potluck.types.errors import RoundFailed
+from potluck.types.ids import WorkerId
 from potluck.types.params import Params
 from potluck.types.vector import Vector
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnersLoss:
+    """Per token, on the text that one worker holds out itself; None where it holds out none, or has no such model."""
+
+    shared: float | None = None  # of the run's model, with what the method has the worker keep of it
+    personal: float | None = None  # of the worker's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnersValidation(Loss):
+    """Over the text that all workers hold out themselves, and of each by itself."""
+
+    owners: Mapping[WorkerId, OwnersLoss]
 
 
 @task("evaluation.loss", kind="pure", numbers=("num_tokens", "loss_sum"))
@@ -19,10 +36,15 @@ def loss(replica: Replica, *, theta: Vector) -> Result:
     return over(replica)
 
 
-def over(replica: Replica) -> Result:
-    """The loss of the parameters that are loaded, on the validation data that the task was given."""
-    losses = [replica.evaluate(tokens) for tokens in replica.batches()]
-    return Result({"loss_sum": sum(x.loss_sum for x in losses), "num_tokens": sum(x.num_tokens for x in losses)})
+def over(replica: Replica, *, personal: Vector | None = None) -> Result:
+    """The loss of the parameters that are loaded, on the validation data that the task was given; and of others."""
+    batches = replica.batches() if personal is None else list(replica.batches())
+    losses = [replica.evaluate(tokens) for tokens in batches]
+    scalars = {"loss_sum": sum(x.loss_sum for x in losses), "num_tokens": sum(x.num_tokens for x in losses)}
+    if personal is not None:
+        replica.load(personal)
+        scalars["personal_loss_sum"] = sum(replica.evaluate(tokens).loss_sum for tokens in batches)
+    return Result(scalars)
 
 
 async def on_shared_data(fleet: Fleet, params: Params, num_parts: int) -> Loss:
@@ -32,11 +54,11 @@ async def on_shared_data(fleet: Fleet, params: Params, num_parts: int) -> Loss:
     return total(Replies(replies=replies))
 
 
-async def on_private_data(fleet: Fleet, params: Params) -> Loss:
+async def on_private_data(fleet: Fleet, params: Params) -> OwnersValidation:
     """Every worker on what it holds out itself: only sums leave it."""
     work = loss.bind(theta=params).held_out(0)
     got = await fleet.call({w.id: work for w in fleet.workers()}, key="validation", min_replies=1)
-    return total(got)
+    return of_owners(got)
 
 
 async def by_members(fleet: Fleet, work: Callable[[WorkerInfo], BoundTask], num_parts: int) -> Loss:
@@ -55,8 +77,24 @@ async def by_members(fleet: Fleet, work: Callable[[WorkerInfo], BoundTask], num_
         done = {own[reply.worker] for reply in got.replies}
         parts = [part for part in parts if part not in done]
         if not parts:
-            return total(Replies(replies=tuple(replies)))
+            got = Replies(replies=tuple(replies))
+            return total(got) if num_parts else of_owners(got)
     raise AssertionError("it ends when all parts are done")
+
+
+def of_owners(got: Replies) -> OwnersValidation:
+    """Of each worker's own text. RoundFailed where nobody holds out any."""
+    whole = total(got)
+    owners: dict[WorkerId, OwnersLoss] = {}
+    for reply in got.replies:
+        num_tokens = int(reply.scalars["num_tokens"])
+        if num_tokens > 0:
+            personal = reply.scalars.get("personal_loss_sum")
+            owners[reply.worker] = OwnersLoss(
+                shared=float(reply.scalars["loss_sum"]) / num_tokens,
+                personal=personal / num_tokens if isinstance(personal, int | float) else None,
+            )
+    return OwnersValidation(loss_sum=whole.loss_sum, num_tokens=whole.num_tokens, owners=owners)
 
 
 def total(got: Replies) -> Loss:

@@ -76,6 +76,11 @@ class FedLoRAConfig(BaseModel):
     num_inner_steps: int = Field(
         default=20, ge=1, description="inner steps of each worker in a round; on average where work is balanced"
     )
+    personal: bool = Field(
+        default=False,
+        description="workers keep the adapters that they end a round with, and validation tells of these too how they "
+        "do on their owner's text",
+    )
     min_reply_fraction: float = Field(
         default=0.5, gt=0, le=1, description="a round with fewer replies than this share of its workers is discarded"
     )
@@ -127,7 +132,7 @@ rules: Mapping[RuleName, Rule] = {
 def inner(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int], rank: int,
     trains: Sequence[int], sends: Sequence[int], begins_anew: bool, num_steps: int, progress: tuple[float, float],
-    mean_steps: int = 0, beta: float = 0.0,
+    mean_steps: int = 0, beta: float = 0.0, personal: bool = False,
 ) -> Result:  # fmt: skip
     """`theta` are the values of the tensors in `parts`; those in `keeps` are the worker's own. `beta` is of pairs."""
     start = _begin(replica, theta=theta, parts=parts, keeps=keeps, rank=rank)
@@ -137,7 +142,7 @@ def inner(
     if begins_anew:
         replica.forget_moments()
     result = take_steps(replica, theta=start, num_steps=num_steps, progress=progress, mean_steps=mean_steps, part=sends)
-    if keeps:
+    if keeps or personal:
         _keep(replica, replica.params())
     return result
 
@@ -145,12 +150,14 @@ def inner(
 @task("fed_lora.loss", kind="pinned", numbers=("num_tokens", "loss_sum"))
 def held_out_loss(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int],
-    beta: float = 0.0,
+    beta: float = 0.0, personal: bool = False,
 ) -> Result:  # fmt: skip
+    """With `personal` also the loss of the parameters that the worker ended its last round with, if there was one."""
     if beta:
         replica.prefer(beta=beta)
     replica.load(_begin(replica, theta=theta, parts=parts, keeps=keeps, rank=0))
-    return evaluation.over(replica)
+    own = replica.kept.tensors().get(_own) if personal else None
+    return evaluation.over(replica, personal=None if own is None else Vector.of(own))
 
 
 def _begin(
@@ -195,7 +202,7 @@ class FedLoRA:
 
     @property
     def kept_vectors(self) -> float:
-        return 1.0 if self.rule.keeps_own else 0.0
+        return 1.0 if self.rule.keeps_own or self.config.personal else 0.0
 
     def init(self, run: RunFacts) -> FedLoRAState:
         if run.adapter is None:
@@ -284,6 +291,7 @@ class FedLoRA:
             "parts": parts,
             "keeps": part_of(places, ("b",), rank) if rule.keeps_own else (),
             "beta": self.beta,
+            "personal": self.config.personal,
         }
 
     def _joined(
