@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # which PEFT itself asks
 ]
 
-STRATEGY = 'name = "fed_lora"\nrule = "{rule}"\n{more}num_inner_steps = 5\ninner = {{ lr = 5e-3, batch_size = 4 }}'
+STRATEGY = 'name = "fed_lora"\nrule = "{rule}"\n{more}num_inner_steps = 5\ninner = {{ lr = 2e-2, warmup = 0.0, batch_size = 4 }}'
 
 
 def instructions(path: Path, seed: int) -> Path:
@@ -74,8 +74,9 @@ def test_owners_train_together_and_one_dies(
     result = json.loads((run.run / "result.json").read_text())
     of_owners = {worker["id"]: worker["owner"] for worker in result["workers"] if worker["tokens"]}
     assert set(of_owners) == {"anna", "bert", "cleo"}
+    assert any(each["initial"] is not None for each in of_owners.values()), "nobody was there at the start"
     for each in of_owners.values():
-        assert each["final"] < each["initial"]
+        assert each["initial"] is None or each["final"] < each["initial"]
         assert (each["personal"] is not None) == bool(more)
     settings = json.loads((run.run / "model" / "adapter_config.json").read_text())
     assert settings["r"] == 4 if rule == "fed_sa" else settings["r"] >= 4
