@@ -19,7 +19,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # which PEFT itself asks
 ]
 
-STRATEGY = 'name = "fed_lora"\nrule = "{rule}"\n{more}num_inner_steps = 5\ninner = {{ lr = 2e-2, warmup = 0.0, batch_size = 4 }}'
+STRATEGY = """name = "fed_lora"
+rule = "{rule}"
+{more}num_inner_steps = 5
+inner = {{ lr = 2e-2, warmup = 0.0, batch_size = 4 }}"""
 
 
 def instructions(path: Path, seed: int) -> Path:

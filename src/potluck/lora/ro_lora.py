@@ -9,26 +9,9 @@ starts at zero, and as long as it is zero A has no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
-
-from torch import Tensor
-
-from potluck.lora.factors import Factors
-from potluck.lora.ffa import ffa
-from potluck.lora.weighted import mean
 
 
 def moving(round_number: int) -> Literal["a", "b"]:
     """The factor that is trained in a round; the first round is number 1."""
     return "b" if round_number % 2 else "a"
-
-
-def ro_lora(held: Factors, sent: Sequence[tuple[float, Tensor]], *, round_number: int) -> Factors:
-    """`held` is what all workers began the round with, `sent` `(w_i, matrix)` of the factor that moves.
-
-    InvalidUpdate if a matrix has another shape than in `held`.
-    """
-    if moving(round_number) == "b":
-        return ffa(held, sent)
-    return Factors(mean("A", sent, shape=held.a.shape), held.b, held.scale)

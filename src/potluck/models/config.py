@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from potluck.lora.factors import scale_for
+
 PrecisionName = Literal["fp32", "bf16-mixed"]
 BasePrecision = Literal["fp32", "bf16", "int8"]
 
@@ -51,7 +53,7 @@ class AdapterConfig(BaseModel):
 
     def scale_of(self, rank: int) -> float:
         """s of a worker that trains this rank."""
-        return self.alpha / (rank**0.5 if self.rslora else rank)
+        return scale_for(self.alpha, rank, rank_stabilised=self.rslora)
 
 
 class BaseObject(BaseModel):
