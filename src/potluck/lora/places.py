@@ -9,7 +9,7 @@ A factor is one tensor, or several blocks of components where workers have unequ
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -37,8 +37,8 @@ class AdaptedLayer:
         """How many of the blocks an adapter of that rank has."""
         return bisect_right(self.ranks, rank)
 
-    def factors(self, tensors: Sequence[Tensor], rank: int = 0) -> tuple[Tensor, Tensor]:
-        """A and B, of that rank or whole, from all tensors of the layout."""
+    def factors(self, tensors: Mapping[int, Tensor], rank: int = 0) -> tuple[Tensor, Tensor]:
+        """A and B, of that rank or whole, from the layout's tensors by their places."""
         num = self.blocks(rank) if rank else len(self.ranks)
         a, b = [tensors[i] for i in self.a[:num]], [tensors[i] for i in self.b[:num]]
         return (a[0], b[0]) if num == 1 else (torch.cat(a), torch.cat(b, dim=1))

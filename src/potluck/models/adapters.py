@@ -160,7 +160,7 @@ def peft_name(name: str) -> str:
 
 def pairs(layout: Layout, vector: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """(A, B) of each adapted layer by the layer's plain name: views of the flat vector, unless they are in blocks."""
-    views = [vector[spec.offset : spec.stop].view(spec.shape) for spec in layout]
+    views = {i: vector[spec.offset : spec.stop].view(spec.shape) for i, spec in enumerate(layout)}
     return {name: layer.factors(views) for name, layer in adapted_layers(layout).items()}
 
 

@@ -71,7 +71,7 @@ def test_rounds_that_overlap_are_what_their_tasks_make_of_them() -> None:
     assert sum(v.outcome == "finished" for v in verdicts) >= 7
 
 
-@pytest.mark.parametrize("name", ["fed_avg", "sparse_diloco"])
+@pytest.mark.parametrize("name", ["fed_avg", "fed_lora", "sparse_diloco"])
 def test_relatives_of_diloco_keep_what_is_theirs(name: str) -> None:
     """Moments of the outer optimizer, control variates of workers, what their codecs left over."""
     verdicts = [play_seed(seed, only=(name,)) for seed in range(2, 8)]

@@ -30,6 +30,7 @@ from potluck.coordinator.core import Coordinator
 from potluck.coordinator.events import Event
 from potluck.coordinator.plan import CheckpointConfig, ValidationConfig
 from potluck.fleet.config import FleetConfig
+from potluck.models.config import AdapterConfig
 from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
 from potluck.simulator.exact.faults import KINDS, Chaos, Fault, Kind, aim, coordinator, draw
@@ -39,9 +40,11 @@ from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.reference import Reference
 from potluck.simulator.exact.world import World
 from potluck.storage.ledger import ReplyRow
+from potluck.storage.objects import ObjectStore
 from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.fed_avg import FedAvg, FedAvgConfig
+from potluck.strategies.fed_lora import FedLoRA, FedLoRAConfig, rules
 from potluck.strategies.sparse_diloco import SparseDiLoCo, SparseDiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig
@@ -57,7 +60,8 @@ calm_every = 8
 """Of so many seeds one is played without its faults too."""
 _shared_memory = "/dev/shm"
 strategies = ("diloco", "sync_sgd")
-_local_steps = ("diloco", "fed_avg", "sparse_diloco")
+_local_steps = ("diloco", "fed_avg", "fed_lora", "sparse_diloco")
+_adapter = AdapterConfig(rank=2, alpha=4, target_modules=("q_proj", "v_proj"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +164,8 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
         return case
     if case.strategy == "fed_avg" and federated(case).control_variates:
         case = replace(case, balance="none")
+    if case.strategy == "fed_lora" and not rules[_adapted(case).rule].is_mean:
+        case = replace(case, balance="none", rule="mean")
     if case.balance == "none":
         return _with_lost_work(case, chance, kinds) if chance.random() < 0.5 else case
     return _with_late_work(case, chance, kinds)
@@ -193,6 +199,14 @@ def federated(case: Case) -> FedAvgConfig:
     return FedAvgConfig(
         num_inner_steps=case.num_inner_steps, min_reply_fraction=case.min_reply_fraction,
         **random.Random(f"federated/{case.seed}").choice(relatives),
+    )  # fmt: skip
+
+
+def _adapted(case: Case) -> FedLoRAConfig:
+    """One of the rules."""
+    return FedLoRAConfig(
+        rule=random.Random(f"adapted/{case.seed}").choice(list(rules)), num_inner_steps=case.num_inner_steps,
+        min_reply_fraction=case.min_reply_fraction,
     )  # fmt: skip
 
 
@@ -346,8 +360,10 @@ class _Play:
         strategy = self._strategy()
         alone = SubGEMM(SubGEMMConfig()) if case.strategy == "sub_gemm" else None
         self.witness = Witness(problem.num_shards * problem.sequences_per_shard, problem.seq_len, alone=alone)
-        plan = replace(problem.plan(strategy), open_objects=self.witness.kept)
-        reference = Reference(plan.spec, folder / "reference")
+        plan = problem.plan(strategy)
+        plan = replace(plan, open_objects=[*plan.open_objects, *self.witness.kept])
+        base = problem.base_files(ObjectStore(folder / "reference-base"))
+        reference = Reference(plan.spec, folder / "reference", base=base)
         self.witness.redo = partial(self._redo, reference)
         self.witness.adopted = reference.adopt
         self.world = world = World(
@@ -387,7 +403,9 @@ class _Play:
             balance=case.balance,
         )
         optimizer = "sgd" if case.strategy == "fed_avg" and federated(case).control_variates else "adamw"
+        of_adapters: dict[str, Any] = {"family": "llama", "adapter": _adapter}
         return Problem(
+            **(of_adapters if case.strategy == "fed_lora" else {}),
             num_rounds=case.num_rounds, seed=case.seed, num_shards=3, sequences_per_shard=16, fleet=fleet,
             inner=InnerConfig(optimizer=optimizer, lr=3e-3, batch_size=4, warmup=0.1),
             up_codec=case.up_codec, down_codec=case.down_codec,
@@ -407,6 +425,8 @@ class _Play:
             return SubGEMM(SubGEMMConfig(head_computes=self.case.seed % 6 == 0, least_side=4))
         if self.case.strategy == "fed_avg":
             return FedAvg(federated(self.case))
+        if self.case.strategy == "fed_lora":
+            return FedLoRA(_adapted(self.case))
         local = {"num_inner_steps": self.case.num_inner_steps, "min_reply_fraction": self.case.min_reply_fraction}
         if self.case.strategy == "sparse_diloco":
             return SparseDiLoCo(SparseDiLoCoConfig.model_validate(local))

@@ -335,8 +335,9 @@ class PlainFleet:
         return cohort(self._decided, self._coordinator.roster.members)
 
     async def call(
-        self, tasks: Mapping[WorkerId, BoundTask], *, key: str, min_replies: int, reduce: Reduction | None = None
-    ) -> Replies:
+        self, tasks: Mapping[WorkerId, BoundTask], *, key: str, min_replies: int, reduce: Reduction | None = None,
+        expects: Reduction | None = None,
+    ) -> Replies:  # fmt: skip
         rows = [self._rows[name] for name in (f"{key}/{w}" for w in sorted(tasks)) if name in self._rows]
         if len(rows) < min_replies:
             raise Violated(f"{key} was committed with {len(rows)} replies and needs {min_replies}")
@@ -409,14 +410,20 @@ class PlainFleet:
         self, work: Callable[[Head], Result], *, key: str, num_sequences: int = 0, held_out_parts: int = 0
     ) -> HeadResult:
         """The same work with the same data, and no devices."""
-        assert num_sequences and not held_out_parts, "validation is no part of a round"
-        run = self._coordinator
-        (lease,) = run.ledger.leases(self._round, self._attempt)
-        data = read_spans(list(pb.Lease.FromString(lease.lease).spans), run.objects, run.facts)
-        result = work(PlainHead(data, self.read))
+        assert not held_out_parts, "validation is no part of a round"
+        run, spans = self._coordinator, list[pb.Span]()
+        if num_sequences:
+            (lease,) = run.ledger.leases(self._round, self._attempt)
+            spans = list(pb.Lease.FromString(lease.lease).spans)
+        result = work(PlainHead(read_spans(spans, run.objects, run.facts), self.read, self._update))
         return HeadResult(
             scalars=result.scalars, handles={k: self._new(Vector.of(v).tensor()) for k, v in result.tensors.items()}
         )
+
+    def _update(self, reply: Reply, name: str, part: Sequence[int] = ()) -> Tensor:
+        layout = self.run.layout.part(part)
+        with Bundle.open(self._coordinator.objects.path(Digest(reply.object))) as bundle:
+            return bundle.flat_slice(name, layout, 0, layout.numel)
 
     def credit(self, key: str, num_tokens: Mapping[WorkerId, int]) -> None:
         pass
@@ -449,14 +456,19 @@ class PlainFleet:
 class PlainHead:
     """The head without devices."""
 
-    def __init__(self, data: Iterator[Tensor], read: Callable[[Params], Tensor]) -> None:
-        self._data, self._read = data, read
+    def __init__(
+        self, data: Iterator[Tensor], read: Callable[[Params], Tensor], update: Callable[..., Tensor]
+    ) -> None:
+        self._data, self._read, self._update = data, read, update
 
     def batches(self) -> Iterator[Tensor]:
         return self._data
 
     def vector(self, handle: Params) -> Vector:
         return Vector.of(self._read(handle))
+
+    def update(self, reply: Reply, name: str, part: Sequence[int] = ()) -> Tensor:
+        return self._update(reply, name, part)
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         return ()

@@ -176,6 +176,11 @@ class Problem:
         model = ModelConfig(config=self.config_json(), adapter=self.adapter, base=self.base)
         return write_base(model, self.config_json(), objects, seed=self.seed, object_bytes=4096)
 
+    def base_files(self, objects: ObjectStore) -> list[Path]:
+        """Those of the frozen base, which it writes there; none without adapters."""
+        base = self._write_base(objects)
+        return [objects.path(Digest(each.digest)) for each in base.objects] if base else []
+
     def make_deck(self, objects: ObjectStore) -> Deck:
         self._write_base(objects)
         self._digests = [self._store(objects, s) for s in self.shards]

@@ -47,10 +47,10 @@ from potluck.worker.trainer import Trainer
 class Reference:
     """`folder` is its own. `check` every accepted reply, round by round, and then `adopt` what the round committed."""
 
-    def __init__(self, spec: RunSpec, folder: Path) -> None:
+    def __init__(self, spec: RunSpec, folder: Path, *, base: Sequence[Path] = ()) -> None:
         install_tasks(spec.strategy)
         self._spec, self._folder = spec, RunFolder(folder)
-        self._trainer = Trainer(TorchReplica(spec), self._folder, lambda _: None, now=lambda: 0.0)
+        self._trainer = Trainer(TorchReplica(spec, base=base), self._folder, lambda _: None, now=lambda: 0.0)
         self._rules = CodecPolicy.from_json("fp32", spec.up_rules).rules
         self._unsure: dict[str, tuple[pb.Lease, ReplyRow]] = {}  # tasks that may have begun afresh, by what they left
 
