@@ -11,10 +11,15 @@ import pytest
 import torch
 from contract import references
 from pydantic import ValidationError
+from worlds import virtual_world
 
+from potluck.clock import run_virtual
 from potluck.contract import checks
 from potluck.coordinator.events import Event
 from potluck.coordinator.plan import ValidationConfig
+from potluck.fleet.config import FleetConfig
+from potluck.fleet.leases import OpenLease
+from potluck.simulator.exact.invariants import Witness
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
@@ -26,7 +31,8 @@ from potluck.strategies.streaming_diloco import (
     fragments,
 )
 from potluck.strategies.task import BoundTask
-from potluck.types.errors import RecipeError
+from potluck.transport.memory import Link
+from potluck.types.errors import RecipeError, Refused
 from potluck.types.ids import WorkerId
 from potluck.types.params import Layout
 
@@ -217,3 +223,106 @@ def test_a_chain_is_gone_on_with_in_its_order_after_a_restart() -> None:
 
     calm, got = played(), played(disturb)
     assert torch.equal(got.params, calm.params)
+
+
+def refuse(world: World, name: str) -> None:
+    """Have the update of this task refused, like one whose norm is over the limit, by the process that runs now."""
+    assert world.run is not None
+    intake = world.run.intake
+    check = intake._check_object
+
+    def checked(lease: OpenLease, digest: str) -> None:
+        if lease.message.key.startswith(f"{name}#"):
+            raise Refused("its norm is over the limit")
+        check(lease, digest)
+
+    intake._check_object = checked
+
+
+class SlowLink:
+    """Three workers, the second with a link on which an update takes longer than the steps of two segments: what it
+    trained after it is accepted already when the update comes. Every commit is looked at by a witness."""
+
+    def __init__(self, overlap: int, folder: Path) -> None:
+        problem = Problem(num_rounds=8, fleet=FleetConfig(min_workers=3, no_progress_s=60.0, quarantine_after=9))
+        self.world = virtual_world(
+            problem, streaming(num_inner_steps=8, num_fragments=2, overlap_steps=overlap), folder
+        )
+        self.witness = Witness(problem.num_shards * problem.sequences_per_shard, problem.seq_len)
+        self.num_lost = 0
+        self.accepted: list[str] = []  # of w2 when it first lost something
+        self.world.on_event = self._heard
+        for name in ("w1", "w2", "w3"):
+            slow = Link(up_bytes_per_s=2e4, down_bytes_per_s=1e6) if name == "w2" else Link()
+            self.world.add(name, link=slow, cost_s=lambda lease: lease.num_sequences / 40.0)
+        self.lost: Callable[[], None] = lambda: None  # hears that work was lost, before it is written down
+
+    def _heard(self, event: Event) -> None:
+        if self.world.run is None:
+            return
+        if event.kind == "round":
+            self.witness.told(self.world.run, event.detail["round"])
+        if event.kind == "lost":
+            self.num_lost += 1
+            if self.num_lost == 1:
+                replies = self.world.run.fleet.ahead.work.attempt.replies
+                self.accepted = [name.partition("#")[0] for name in replies if "/w2#" in name]
+            self.lost()
+
+    async def first_loss(self) -> None:
+        while not self.num_lost:
+            await self.world.clock.sleep(0.01)
+
+    def start_again(self, then: Callable[[], None] = lambda: None) -> None:
+        """The coordinator dies now."""
+        self.world.kill_coordinator()
+        self.world.later(1.0, lambda: self.world.restart().add_done_callback(lambda _: then()))
+
+    async def took_part(self) -> list[str]:
+        """To the end: whose work counted in each round."""
+        while self.world.run is None or not self.world.training_is_over:
+            await self.world.clock.sleep(0.01)
+            if self.world.run is not None:
+                self.witness.glance(self.world.run)
+        await self.world.finish()
+        return [",".join(event.detail["workers"]) for event in self.world.events if event.kind == "round"]
+
+
+@pytest.mark.parametrize("overlap", [2, 6], ids=["within a segment", "over two segments"])
+@pytest.mark.parametrize("restart", ["none", "before it is written down", "after it is written down"])
+def test_nothing_counts_that_follows_a_refused_update(overlap: int, restart: str, tmp_path: Path) -> None:
+    async def main() -> list[str]:
+        played = SlowLink(overlap, tmp_path)
+
+        def refuse() -> None:
+            """The update of "3b", as one whose norm is over the limit."""
+            assert played.world.run is not None
+            intake = played.world.run.intake
+            check = intake._check_object
+
+            def checked(lease: OpenLease, digest: str) -> None:
+                if lease.message.key.startswith("3b/w2#"):
+                    raise Refused("its norm is over the limit")
+                check(lease, digest)
+
+            intake._check_object = checked
+
+        def lost() -> None:
+            if restart == "before it is written down" and played.num_lost == 1:
+                played.start_again(then=refuse)
+
+        played.lost = lost
+        await played.world.start()
+        refuse()
+        await played.first_loss()
+        if restart == "after it is written down":
+            await played.world.clock.sleep(0.01)
+            played.start_again()
+        took_part = await played.took_part()
+        assert "4a/w2" in played.accepted
+        assert played.num_lost == (2 if restart == "before it is written down" else 1)
+        return took_part
+
+    took_part = run_virtual(main())
+    assert took_part[:5] == [*["w1,w2,w3"] * 3, "w1,w3", "w1,w3"]
+    assert len(took_part) == 8 and took_part[-1] == "w1,w2,w3"

@@ -227,15 +227,15 @@ class LiveFleet:
 
     async def log_loss(self, lease: OpenLease, reason: str) -> None:
         message = lease.message
-        deal = self.data.to_json() if message.round >= AHEAD else None  # of a round it is written when that ends
-        if message.round >= AHEAD:
-            self._holder(message.round).lose(message.key, lease.issue, reason)
+        if message.round == AHEAD:
+            return await self.ahead.lose(lease, reason)
+        deal = self.data.to_json() if message.round == FLOATING else None  # of a round it is written when that ends
+        if message.round == FLOATING:
+            self.floating.lose(message.key, lease.issue, reason)
         await self._lanes.ledger.run(
             self.ledger.settle, message.round, lease.attempt, message.key, lease.issue, "lost", reason, deal,
             self.paces.kept(lease.worker, message.num_sequences),
         )  # fmt: skip
-        if message.round == AHEAD:
-            await self.ahead.broke(lease, reason)
 
     def _holder(self, round: int) -> Attempt:
         """Where work is kept."""

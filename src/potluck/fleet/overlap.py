@@ -101,9 +101,7 @@ class Overlap:
             if rows[-1].status == "open":
                 lease = self._fleet.attach(rows[-1], attempt=0, expects=None)
                 lease.claimed, lease.is_taken_over = False, True
-        for name in self.work.orphans():
-            for lease in [x for x in self._fleet.book.open.values() if x.message.key == name]:
-                await self._fleet.lose(lease, "the work before it was lost")
+        await self._lose_orphans()
 
     def begin(self, here: Sequence[WorkerId]) -> dict[str, Any]:
         """An attempt begins, with these workers: what is decided for it."""
@@ -112,14 +110,32 @@ class Overlap:
         holding = [w for w in here if (v := versions.get(w)) and lacking.get(f"lacks/{w}") != v]
         return {UNDER_WAY: self.work.under_way(), HOLDING: holding}
 
-    async def broke(self, lost: OpenLease, reason: str) -> None:
-        """What was begun after a task that is lost cannot start."""
-        self.work.broke(lost.worker, reason)
-        followers = [x for x in self._fleet.book.of(lost.worker) if x.message.base_version == lost.message.next_version]
-        for lease in followers:
-            if lease.id in self._fleet.book.open:
-                self._fleet.give_up(lease, reason)
-                await self._fleet.log_loss(lease, reason)
+    async def lose(self, lease: OpenLease, reason: str) -> None:
+        """A task is lost, and with it what was begun after it, answered or not: seen at once, then written down."""
+        self.work.lose(lease.message.key, reason)
+        await self._write_losses({lease.message.key: reason, **self._drop_orphans()}, lease)
+
+    async def _lose_orphans(self) -> None:
+        """What was handed out while the task before it was lost, or whose loss an earlier process did not write."""
+        if lost := self._drop_orphans():
+            await self._write_losses(lost)
+
+    def _drop_orphans(self) -> dict[str, str]:
+        """Take back what follows lost work, and give the reasons by name."""
+        under_way = {x.message.key: x for x in self._fleet.book.open.values() if x.message.round == AHEAD}
+        orphans = self.work.orphans()
+        self._return_data(orphans)
+        for name, reason in orphans.items():
+            if name in under_way:
+                self._fleet.give_up(under_way[name], reason)
+            self.work.lose(name, reason)
+        return orphans
+
+    async def _write_losses(self, reasons: Mapping[str, str], late: OpenLease | None = None) -> None:
+        """`late`: the task whose loss tells something of its worker's pace."""
+        pace = self._fleet.paces.kept(late.worker, late.message.num_sequences) if late else {}
+        deal = self._fleet.data.to_json()
+        await self._lane.run(self._ledger.withdraw, AHEAD, 0, reasons, deal, pace)
 
     async def lacks_state(self, worker: WorkerId) -> None:
         """Its machine has not what its last committed task left there."""

@@ -10,7 +10,8 @@
    (`reference`), and a run in which the same updates counted ends with the very parameters of the calm one: so inner
    optimizers, error feedback, snapshots and data positions came through every crash
 8. the tokens of the state, of the ledger's contributions and of the data are one number
-9. what the ledger has for the next process is whole: who takes part in a round, which states workers hold, which work
+9. nothing is under way, or counts, that follows work which was lost
+10. what the ledger has for the next process is whole: who takes part in a round, which states workers hold, which work
    was given up; and nothing is left in anybody's hands of a round that is over
 
 A worker that lost its disk lost its inner optimizer too: its next task may begin afresh.
@@ -150,6 +151,8 @@ class Witness:
             if lease.message.kind != "pure" and name in seen:
                 raise Violated(f"{lease.message.key} is held under {seen[name]} and under {lease.id}")
             seen[name] = lease.id
+        for name, reason in run.fleet.ahead.work.orphans().items():
+            raise Violated(f"{name} still counts and follows work which was lost: {reason}")
         self.kept.clear()
         self.kept.update(Digest(d) for lease in _beyond_rounds(run) for d in lease.objects)
 
