@@ -182,6 +182,23 @@ def test_slower_workers_are_given_fewer_steps() -> None:
     assert dynamic_steps(40, worker("x"), 1.0) == 40
 
 
+@pytest.mark.parametrize(("num_honest", "least_steps"), [(1, 5), (2, 10), (7, 10)])
+def test_one_that_says_it_is_far_faster_leaves_steps_to_the_others(num_honest: int, least_steps: int) -> None:
+    fleet, granted = scripted(0), dict[str, int]()
+    fleet.here = (worker("liar", 1e-6), *(worker(f"w{i}", 4.0) for i in range(num_honest)))
+
+    async def gather(offer: Callable[[WorkerInfo], BoundTask | None], **_: Any) -> tuple[Reply, ...]:
+        offered = {w.id: offer(w) for w in fleet.here}
+        granted.update({w: task.num_sequences // 2 for w, task in offered.items() if task is not None})
+        return (Reply(worker=WorkerId("w0"), key="w0#1", scalars={"num_tokens": 10, "loss_sum": 20.0}),)
+
+    fleet.gather = gather
+    strategy = AsyncDiLoCo(AsyncDiLoCoConfig(num_inner_steps=80))
+    asyncio.run(strategy.run_round(strategy.init(fleet.run), fleet))  # pyright: ignore[reportArgumentType]
+    assert granted.pop("liar") == 80
+    assert set(granted.values()) == {least_steps} and len(granted) == num_honest
+
+
 @pytest.mark.parametrize(
     ("settings", "rule", "reason"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from potluck.fleet.leases import OpenLease
 from potluck.simulator.exact.invariants import Witness
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
+from potluck.storage.ledger import LeaseRow
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.fleet import Fleet
 from potluck.strategies.streaming_diloco import (
@@ -321,6 +322,40 @@ def test_nothing_counts_that_follows_a_refused_update(overlap: int, restart: str
         took_part = await played.took_part()
         assert "4a/w2" in played.accepted
         assert played.num_lost == (2 if restart == "before it is written down" else 1)
+        return took_part
+
+    took_part = run_virtual(main())
+    assert took_part[:5] == [*["w1,w2,w3"] * 3, "w1,w3", "w1,w3"]
+    assert len(took_part) == 8 and took_part[-1] == "w1,w2,w3"
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["none", "once it was handed out"])
+def test_nothing_is_handed_out_after_work_that_was_lost_meanwhile(restart: bool, tmp_path: Path) -> None:
+    """ "3b" is lost while "4b" is being handed out, which follows it."""
+
+    async def main() -> list[str]:
+        played = SlowLink(6, tmp_path)
+        await played.world.start()
+        run = played.world.run
+        assert run is not None
+        specs, issue = run.fleet.encoding.specs, run.ledger.issue
+
+        async def losing(task: str, units: Mapping[WorkerId, float]) -> Mapping[WorkerId, str]:
+            if run.state is not None and run.state.round == 3 and not played.num_lost:
+                (lease,) = (x for x in run.fleet.book.of(WorkerId("w2")) if x.message.key.startswith("3b/"))
+                await run.fleet.lose(lease, "its worker has no more time")
+            return await specs(task, units)
+
+        def issued(round: int, attempt: int, leases: Iterable[LeaseRow], deal: Any) -> None:
+            rows = list(leases)
+            issue(round, attempt, rows, deal)
+            if restart and any(row.key.startswith("4b/w2#") for row in rows):
+                played.start_again()
+
+        run.fleet.encoding.specs, run.ledger.issue = losing, issued
+        took_part = await played.took_part()
+        assert "4a/w2" in played.accepted
+        assert played.num_lost == 1
         return took_part
 
     took_part = run_virtual(main())

@@ -64,6 +64,7 @@ class Overlap:
             expects=reduce,
             bases={w: chain.tip for w, chain in chains.items()},
         )
+        await self._lose_orphans()  # what it follows may have been lost while this was written down
 
     async def collect(self, keys: Sequence[str], min_replies: int, reduce: Reduction | None) -> Replies:
         outcomes: dict[str, dict[WorkerId, Outcome]] = {}

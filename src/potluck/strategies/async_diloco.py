@@ -8,10 +8,11 @@
 N is K ceil(n / K), n the workers here: a cycle is of whole commits, so that b is a mean when m takes it.
 
 Liu et al. 2024, arXiv:2401.09135: delayed Nesterov momentum and dynamic local steps H_i = floor(H v_i / v_max), v the
-steps a second. The paper's formula was not at hand: this one is derived from its description, that the momentum of
-stale updates harms, so that it moves once in N updates, with their mean, while each update moves theta. Then N updates
-of one model move theta as one Nesterov step with their mean does, whatever share c of the momentum the steps within a
-cycle take: c = sigma K / N within and what is left of 1 at the end.
+steps a second, v_max at most 8 times their median (planner/balance.py). The paper's formula was not at hand: this one
+is derived from its description, that the momentum of stale updates harms, so that it moves once in N updates, with
+their mean, while each update moves theta. Then N updates of one model move theta as one Nesterov step with their mean
+does, whatever share c of the momentum the steps within a cycle take: c = sigma K / N within and what is left of 1 at
+the end.
 
 s(tau) is 1, (1 + tau)^-a, or for tau > b 1 / (a (tau - b) + 1): Xie et al. 2019, arXiv:1903.03934. With K = N and no
 momentum, a = 1/2, this is FedBuff (Nguyen et al. 2022, arXiv:2106.06639): one step with the mean of K updates, and no
@@ -35,6 +36,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from potluck.optim.outer import delayed_nesterov
+from potluck.planner.balance import fastest_s
 from potluck.strategies.diloco import inner
 from potluck.strategies.fleet import Fleet, Reply, WorkerInfo, weighted_mean
 from potluck.strategies.run import RunFacts
@@ -113,11 +115,11 @@ class AsyncDiLoCo:
         config, run, workers = self.config, fleet.run, fleet.workers()
         num_steps = min(config.num_inner_steps, run.steps_left(state, len(workers)))
         sequences_per_step = run.inner.sequences_per_step
-        fastest_s = min((w.pace.unit_s for w in workers if w.pace), default=math.inf)
-        progress = run.progress_span(state, sum(dynamic_steps(num_steps, w, fastest_s) for w in workers))
+        fastest = fastest_s([w.pace.unit_s for w in workers if w.pace])
+        progress = run.progress_span(state, sum(dynamic_steps(num_steps, w, fastest) for w in workers))
 
         def offer(worker: WorkerInfo) -> BoundTask:
-            steps = dynamic_steps(num_steps, worker, fastest_s)
+            steps = dynamic_steps(num_steps, worker, fastest)
             task = inner.bind(theta=state.params, num_steps=steps, progress=progress)
             return task.granted(steps * sequences_per_step)
 
@@ -199,12 +201,12 @@ class AsyncDiLoCo:
         return RoundBytes(up=run.up_bytes("delta"), down=run.down_bytes())
 
 
-def dynamic_steps(num_steps: int, worker: WorkerInfo, fastest_s: float) -> int:
-    """floor(H v_i / v_max), at least 1; H where the worker's pace is not known. `fastest_s`: 1 / v_max."""
+def dynamic_steps(num_steps: int, worker: WorkerInfo, fastest: float) -> int:
+    """floor(H v_i / v_max), at least 1; H where the worker's pace is not known. `fastest`: 1 / v_max, in seconds."""
     if worker.pace is None:
         return num_steps
     own_s = worker.pace.unit_s
-    return max(1, math.floor(num_steps * min(fastest_s, own_s) / own_s + 1e-9))
+    return max(1, math.floor(num_steps * min(fastest, own_s) / own_s + 1e-9))
 
 
 def total(replies: tuple[Reply, ...], name: str) -> float:
