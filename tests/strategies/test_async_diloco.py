@@ -122,6 +122,20 @@ def test_delayed_nesterov_one_update_at_a_time() -> None:
     torch.testing.assert_close(got, theta, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.6])
+def test_a_cycle_is_a_nesterov_step_with_the_mean_where_the_momentum_is_not_spread(spread: float) -> None:
+    """Spread, the steps within a cycle take up the momentum of the cycle before."""
+    arrivals = [("w1", 3 * (seed // 3), seed) for seed in range(9)]
+    config = AsyncDiLoCoConfig(outer_momentum=0.8, momentum_spread=spread)
+    got, _ = play(config, [[a] for a in arrivals], num_workers=3)
+    theta = torch.nn.Parameter(vector(0))
+    optimizer = torch.optim.SGD([theta], lr=0.7, momentum=0.8, nesterov=True)
+    for cycle in range(3):
+        theta.grad = torch.stack([vector(3 * cycle + i) for i in range(3)]).mean(dim=0)
+        optimizer.step()
+    assert torch.allclose(got, theta.detach(), rtol=1e-5, atol=1e-6) == (spread == 0.0)
+
+
 def test_a_buffer_without_momentum_is_fedbuff() -> None:
     commits = [[("w1", 0, 1), ("w2", 0, 2)], [("w1", 1, 3), ("w3", 0, 4)], [("w1", 2, 5), ("w1", 2, 6)]]
     config = AsyncDiLoCoConfig(

@@ -10,9 +10,9 @@ N is K ceil(n / K), n the workers here: a cycle is of whole commits, so that b i
 Liu et al. 2024, arXiv:2401.09135: delayed Nesterov momentum and dynamic local steps H_i = floor(H v_i / v_max), v the
 steps a second, v_max at most 8 times their median (planner/balance.py). The paper's formula was not at hand: this one
 is derived from its description, that the momentum of stale updates harms, so that it moves once in N updates, with
-their mean, while each update moves theta. Then N updates of one model move theta as one Nesterov step with their mean
-does, whatever share c of the momentum the steps within a cycle take: c = sigma K / N within and what is left of 1 at
-the end.
+their mean, while each update moves theta: c is 0 within a cycle and 1 at its end. So N updates of one model move theta
+as one Nesterov step with their mean does. The steps within a cycle may take a share sigma of the momentum, which is
+then that of the cycle before: c = sigma K / N within, and what is left of 1 at the end.
 
 s(tau) is 1, (1 + tau)^-a, or for tau > b 1 / (a (tau - b) + 1): Xie et al. 2019, arXiv:1903.03934. With K = N and no
 momentum, a = 1/2, this is FedBuff (Nguyen et al. 2022, arXiv:2106.06639): one step with the mean of K updates, and no
