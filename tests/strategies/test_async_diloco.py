@@ -213,6 +213,26 @@ def test_one_that_says_it_is_far_faster_leaves_steps_to_the_others(num_honest: i
     assert set(granted.values()) == {least_steps} and len(granted) == num_honest
 
 
+@pytest.mark.parametrize(("settings", "num_behind"), [({}, 6), ({"updates_per_commit": 3}, 2), ({"quorum": 0.5}, 1)])
+def test_a_worker_fetches_the_differences_of_all_commits_since_it_began(
+    settings: dict[str, Any], num_behind: int
+) -> None:
+    large = Layout.of([("w", (300, 200))])
+    facts = replace(scripted(6).facts, layout=large, min_workers=6, down_codec="int4-delta")
+    strategy = AsyncDiLoCo(AsyncDiLoCoConfig(**settings))
+    strategy.init(facts)
+    assert strategy.estimate(facts).down == num_behind * strategy.estimate(replace(facts, min_workers=1)).down
+    int8 = replace(facts, down_codec="int8-delta")
+    if num_behind > 3:
+        with pytest.raises(
+            RecipeError, match="sends 3 differences in a row at most, and with 6 workers each goes on 6"
+        ):
+            strategy.init(int8)
+    else:
+        strategy.init(int8)
+    strategy.init(replace(facts, down_codec="int8"))
+
+
 @pytest.mark.parametrize(
     ("settings", "rule", "reason"),
     [

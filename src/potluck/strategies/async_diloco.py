@@ -35,6 +35,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from potluck.codecs.delta import longest_way
 from potluck.optim.outer import delayed_nesterov
 from potluck.planner.balance import fastest_s
 from potluck.strategies.diloco import inner
@@ -43,6 +44,7 @@ from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import BoundTask
+from potluck.types.errors import RecipeError
 from potluck.types.params import Params
 
 usual_staleness = 8
@@ -108,6 +110,13 @@ class AsyncDiLoCo:
     def init(self, run: RunFacts) -> AsyncDiLoCoState:
         settings = "fleet.min_workers and strategy.quorum" if self.config.quorum else "strategy.updates_per_commit"
         run.check_rule(self._num_updates(run.min_workers), settings=settings)
+        num_behind = self._commits_per_cycle(run.min_workers)
+        if run.down.is_delta and num_behind > (longest := longest_way(run.layout, run.down_policy)):
+            raise RecipeError(
+                f"codec.down = {run.down_codec!r} sends {longest} differences in a row at most, and with "
+                f"{run.min_workers} workers each goes on {num_behind} commits after the one it began at; set "
+                'codec.down to "int8" or "bf16", or raise strategy.updates_per_commit'
+            )
         return AsyncDiLoCoState(params=run.initial, momentum=run.zeros, gathered=run.zeros)
 
     async def run_round(self, state: AsyncDiLoCoState, fleet: Fleet) -> AsyncDiLoCoState:
@@ -197,8 +206,10 @@ class AsyncDiLoCo:
                 return 1.0 / (config.staleness_rate * max(staleness - config.staleness_free, 0) + 1.0)
 
     def estimate(self, run: RunFacts) -> RoundBytes:
-        """Of an update. Without a quorum a worker has one in as many rounds as there are workers to an update."""
-        return RoundBytes(up=run.up_bytes("delta"), down=run.down_bytes())
+        """Of an update. Without a quorum a worker has one in as many rounds as there are workers to an update, and then
+        fetches what has changed in all of them."""
+        down = run.down_bytes(num_behind=self._commits_per_cycle(run.min_workers))
+        return RoundBytes(up=run.up_bytes("delta"), down=down)
 
 
 def dynamic_steps(num_steps: int, worker: WorkerInfo, fastest: float) -> int:

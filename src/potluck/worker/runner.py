@@ -16,7 +16,7 @@ from torch import Tensor
 from potluck.clock import Clock, Executor
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import Bundle, flat_size, pack_tensors, unpack_tensors
-from potluck.codecs.delta import WHOLE, layout_of, write_sum
+from potluck.codecs.delta import WHOLE, layout_of, max_way, write_sum
 from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
 from potluck.fleet.leases import AHEAD
@@ -44,8 +44,6 @@ from potluck.worker.trainer import Trainer
 
 MAX_WANTED = 256
 recent_leases = 2
-max_way = 8
-"""Differences in a row from a version that is here."""
 
 
 def lease_id(lease: pb.Lease | pb.TaskResult) -> LeaseId:
