@@ -8,8 +8,7 @@ import pytest
 
 from potluck.fleet.ahead import Ahead, Chain
 from potluck.fleet.attempt import Attempt
-from potluck.fleet.leases import AHEAD
-from potluck.protocol import pb
+from potluck.protocol import AHEAD, pb
 from potluck.storage.ledger import LeaseRow, ReplyRow
 from potluck.types.ids import WorkerId
 

@@ -226,20 +226,6 @@ def test_a_chain_is_gone_on_with_in_its_order_after_a_restart() -> None:
     assert torch.equal(got.params, calm.params)
 
 
-def refuse(world: World, name: str) -> None:
-    """Have the update of this task refused, like one whose norm is over the limit, by the process that runs now."""
-    assert world.run is not None
-    intake = world.run.intake
-    check = intake._check_object
-
-    def checked(lease: OpenLease, digest: str) -> None:
-        if lease.message.key.startswith(f"{name}#"):
-            raise Refused("its norm is over the limit")
-        check(lease, digest)
-
-    intake._check_object = checked
-
-
 class SlowLink:
     """Three workers, the second with a link on which an update takes longer than the steps of two segments: what it
     trained after it is accepted already when the update comes. Every commit is looked at by a witness."""
@@ -340,7 +326,7 @@ def test_nothing_is_handed_out_after_work_that_was_lost_meanwhile(restart: bool,
         assert run is not None
         specs, issue = run.fleet.encoding.specs, run.ledger.issue
 
-        async def losing(task: str, units: Mapping[WorkerId, float]) -> Mapping[WorkerId, str]:
+        async def losing(task: str, units: Mapping[WorkerId, float]) -> dict[WorkerId, str]:
             if run.state is not None and run.state.round == 3 and not played.num_lost:
                 (lease,) = (x for x in run.fleet.book.of(WorkerId("w2")) if x.message.key.startswith("3b/"))
                 await run.fleet.lose(lease, "its worker has no more time")

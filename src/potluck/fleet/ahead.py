@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from potluck.fleet.attempt import Attempt
-from potluck.fleet.leases import AHEAD
-from potluck.protocol import pb
+from potluck.protocol import AHEAD, pb
 from potluck.storage.ledger import LeaseRow
 from potluck.types.ids import WorkerId
 

@@ -20,12 +20,12 @@ from potluck.clock import Clock, Lanes
 from potluck.fleet.data import num_trained
 from potluck.fleet.leases import OpenLease
 from potluck.fleet.live import LiveFleet
-from potluck.fleet.roster import LeaseId, Member
+from potluck.fleet.roster import Member
 from potluck.protocol import pb
 from potluck.storage.digest import check_digest
 from potluck.strategies.task import installed
 from potluck.types.errors import CorruptError, Refused
-from potluck.types.ids import WorkerId
+from potluck.types.ids import LeaseId, WorkerId
 from potluck.types.profile import DeviceProfile
 from potluck.types.untrusted import printable
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from potluck.fleet.ahead import Ahead, name_of
 from potluck.fleet.attempt import Attempt, read_attempt
-from potluck.fleet.leases import AHEAD, Lost, OpenLease, Outcome
+from potluck.fleet.leases import Lost, OpenLease, Outcome
 from potluck.fleet.paces import HOLDING, UNDER_WAY
 from potluck.fleet.reduction import check_reduction
-from potluck.protocol import pb
+from potluck.protocol import AHEAD, pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
 from potluck.strategies.fleet import Reduction, Replies
 from potluck.strategies.task import BoundTask

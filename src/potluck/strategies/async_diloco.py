@@ -39,7 +39,7 @@ from potluck.codecs.delta import longest_way
 from potluck.optim.outer import delayed_nesterov
 from potluck.planner.balance import fastest_s
 from potluck.strategies.diloco import inner
-from potluck.strategies.fleet import Fleet, Reply, WorkerInfo, weighted_mean
+from potluck.strategies.fleet import Fleet, WorkerInfo, summed, weighted_mean
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
@@ -143,12 +143,12 @@ class AsyncDiLoCo:
         weights = {r.key: self.weight(state.round - r.round) for r in replies}
         mean = await fleet.reduce(replies, weighted_mean("delta", by="", factors=weights))
         stepped = await self._step(state, fleet, mean, len(replies), math.fsum(weights.values()))
-        num_tokens = total(replies, "num_tokens")
+        num_tokens = int(summed(replies, "num_tokens"))
         return replace(
             stepped,
             round=state.round + 1,
-            tokens=state.tokens + int(num_tokens),
-            loss=total(replies, "loss_sum") / num_tokens,
+            tokens=state.tokens + num_tokens,
+            loss=summed(replies, "loss_sum") / num_tokens,
         )
 
     async def _step(
@@ -218,7 +218,3 @@ def dynamic_steps(num_steps: int, worker: WorkerInfo, fastest: float) -> int:
         return num_steps
     own_s = worker.pace.unit_s
     return max(1, math.floor(num_steps * min(fastest, own_s) / own_s + 1e-9))
-
-
-def total(replies: tuple[Reply, ...], name: str) -> float:
-    return math.fsum(float(reply.scalars[name]) for reply in replies)

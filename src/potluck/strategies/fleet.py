@@ -9,7 +9,7 @@ top, and a verb whose key was answered before returns the logged replies in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -99,14 +99,18 @@ class Replies:
         return self.value
 
     def sum(self, name: str) -> float:
-        """The sum of a scalar over the replies. RoundFailed if a worker did not report it."""
-        total: float = 0
-        for reply in self.replies:
-            value = reply.scalars.get(name)
-            if not isinstance(value, int | float):
-                raise RoundFailed(f"{reply.worker} reported {value!r} as {name}, which must be a number")
-            total += value
-        return total
+        return summed(self.replies, name)
+
+
+def summed(replies: Iterable[Reply], name: str) -> float:
+    """The sum of a scalar over replies. RoundFailed if a worker did not report it."""
+    found: float = 0
+    for reply in replies:
+        value = reply.scalars.get(name)
+        if not isinstance(value, int | float):
+            raise RoundFailed(f"{reply.worker} reported {value!r} as {name}, which must be a number")
+        found += value
+    return found
 
 
 Op = Callable[..., Sequence[Tensor]]

@@ -30,10 +30,8 @@ from potluck.codecs.bundle import Bundle
 from potluck.coordinator.core import Coordinator
 from potluck.fleet.arrivals import handed_out_in
 from potluck.fleet.head import HEAD, read_spans
-from potluck.fleet.leases import AHEAD, FLOATING
 from potluck.fleet.paces import COHORT, cohort, facts
-from potluck.fleet.roster import LeaseId
-from potluck.protocol import pb
+from potluck.protocol import AHEAD, FLOATING, pb
 from potluck.storage.ledger import ReplyRow
 from potluck.strategies.bag import Bag
 from potluck.strategies.fleet import Head, HeadResult, Op, Reduction, Replies, Reply, WorkerInfo
@@ -41,7 +39,7 @@ from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.task import BoundTask, Result
-from potluck.types.ids import Digest, WorkerId
+from potluck.types.ids import Digest, LeaseId, WorkerId
 from potluck.types.params import Fragment, Params
 from potluck.types.vector import Vector
 
