@@ -153,42 +153,52 @@ def test_who_dies_is_missed_before_the_others_have_done_all_that_was_begun_early
 
 
 class Uneven:
-    """A fleet whose second worker takes twice the steps that it is asked for."""
+    """A fleet whose second worker takes so many times the steps that it is asked for in the parts of a segment."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, before: int, after: int) -> None:
+        self._fleet, self._paces = fleet, {"a": before, "b": after}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fleet, name)
 
-    async def enqueue(self, tasks: Mapping[WorkerId, BoundTask], **options: Any) -> None:
+    async def enqueue(self, tasks: Mapping[WorkerId, BoundTask], *, key: str, **options: Any) -> None:
+        pace = self._paces[key[-1]]
         uneven = {
             w: replace(
-                x, num_sequences=2 * x.num_sequences,
-                arguments={**x.arguments, "num_steps": 2 * x.arguments["num_steps"]},
+                x, num_sequences=pace * x.num_sequences,
+                arguments={**x.arguments, "num_steps": pace * x.arguments["num_steps"]},
             )
             if w == "w2" else x for w, x in tasks.items()
         }  # fmt: skip
-        await self._fleet.enqueue(uneven, **options)
+        await self._fleet.enqueue(uneven, key=key, **options)
 
 
 class UnevenStreaming(StreamingDiLoCo):
+    def __init__(self, config: StreamingDiLoCoConfig, before: int, after: int) -> None:
+        super().__init__(config)
+        self._paces = (before, after)
+
     async def run_round(self, state: StreamingDiLoCoState, fleet: Fleet) -> StreamingDiLoCoState:
-        return await super().run_round(state, cast("Fleet", Uneven(fleet)))
+        return await super().run_round(state, cast("Fleet", Uneven(fleet, *self._paces)))
 
 
-@pytest.mark.parametrize("overlap", [0, 3, 4], ids=["none", "one", "one and a third"])
+@pytest.mark.parametrize(
+    ("overlap", "before"), [(0, 2), (3, 2), (4, 2), (4, 5)],
+    ids=["none", "one", "one and a third", "unequal within a segment too"],
+)  # fmt: skip
 @pytest.mark.parametrize("eager", [False, True], ids=["plain", "eager"])
-def test_workers_of_unequal_weight_equal_a_plain_loop(eager: bool, overlap: int, tmp_path: Path) -> None:
+def test_workers_of_unequal_weight_equal_a_plain_loop(eager: bool, overlap: int, before: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "num_inner_steps": 6, "overlap_steps": overlap, "mixing": 0.5, "outer_momentum": 0.6, "eager": eager
     }  # fmt: skip
     problem = Problem(num_rounds=8)
     problem.store_shards(tmp_path)
     config = StreamingDiLoCoConfig(num_fragments=2, **settings)
-    got = checks.run(problem, lambda: UnevenStreaming(config), num_workers=2)
+    got = checks.run(problem, lambda: UnevenStreaming(config, before, 2), num_workers=2)
     expected, other = (
-        references.streaming_diloco(problem, **{**settings, "eager": e}, outer_lr=0.7, paces=(1, 2))
+        references.streaming_diloco(
+            problem, **{**settings, "eager": e}, outer_lr=0.7, paces=(1, 2), first_paces=(1, before)
+        )
         for e in (eager, not eager)
     )
     assert (got.params - expected).abs().max() < 5e-6

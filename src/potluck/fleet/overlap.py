@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from potluck.fleet.ahead import Ahead, name_of
@@ -12,7 +13,7 @@ from potluck.fleet.paces import HOLDING, UNDER_WAY
 from potluck.fleet.reduction import check_reduction
 from potluck.protocol import AHEAD, pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
-from potluck.strategies.fleet import Reduction, Replies
+from potluck.strategies.fleet import Reduction, Replies, Reply, summed
 from potluck.strategies.task import BoundTask
 from potluck.types.errors import RoundFailed
 from potluck.types.ids import Digest, WorkerId
@@ -81,8 +82,9 @@ class Overlap:
         for row in rows:
             self._fleet.now.consumed[row.key] = row
         final = [row for w in whole if isinstance(row := last[w], ReplyRow)]
-        value = await self._fleet.reduced(final, reduce) if reduce else None
-        return Replies(replies=tuple(self._fleet.reply_of(row) for row in rows), value=value)
+        replies = tuple(self._fleet.reply_of(row) for row in rows)
+        value = await self._fleet.reduced(final, _of_all_parts(reduce, replies)) if reduce else None
+        return Replies(replies=replies, value=value)
 
     async def _outcome(self, name: str, expects: Reduction | None) -> Outcome:
         """Of one task, once it is there."""
@@ -170,6 +172,21 @@ class Overlap:
     def objects(self) -> set[Digest]:
         """Results of all that no committed round has taken out."""
         return {Digest(row.object) for row in self.work.attempt.replies.values() if row.object}
+
+
+def _of_all_parts(reduction: Reduction, replies: Sequence[Reply]) -> Reduction:
+    """The same mean of the last replies of their workers, where each weighs what all of its worker's do together."""
+    if not reduction.mean or not reduction.weight:
+        return reduction
+    by_worker: dict[WorkerId, list[Reply]] = {}
+    for reply in replies:
+        by_worker.setdefault(reply.worker, []).append(reply)
+    factors = {
+        parts[-1].key: reduction.factor(worker, parts[-1].key)
+        * (summed(parts, reduction.weight) / summed(parts[-1:], reduction.weight))
+        for worker, parts in by_worker.items()
+    }
+    return replace(reduction, factors=factors)
 
 
 def _unsent(name: str, bound: BoundTask) -> bytes:

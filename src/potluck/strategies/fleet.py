@@ -204,8 +204,9 @@ class Fleet(Protocol):
     async def collect(self, keys: Sequence[str], *, min_replies: int, reduce: Reduction | None = None) -> Replies:
         """What was begun under these keys, in the order in which it was: it ends when everyone has replied or was lost.
 
-        Of a worker all of it counts or nothing; the reduction is over the replies under the last key. Replies are in
-        the order of keys, then workers. RoundFailed as for `call`. A key is collected in one round that commits.
+        Of a worker all of it counts or nothing; the reduction is over the replies under the last key, and in a mean
+        each weighs what all replies of its worker weigh. Replies are in the order of keys, then workers. RoundFailed as
+        for `call`. A key is collected in one round that commits.
         """
         ...
 

@@ -4,7 +4,7 @@ Each of P fragments is exchanged every H inner steps, and one of them every h = 
 [s h, (s + 1) h), and at its end every worker i sends fragment p = s mod P:
 
     delta_i,p = theta_p - theta_i,p               theta_p: as worker i last received it, theta_i,p: as it has trained it
-    m_p      <- mu m_p + sum_i w_i delta_i,p      w_i = tokens_i / sum of tokens
+    m_p      <- mu m_p + sum_i w_i delta_i,p      w_i = tokens_i / sum of tokens, of segment s
     theta_p  <- theta_p - eta (sum_i w_i delta_i,p + mu m_p)
 
 tau inner steps later it takes up the new theta_p, whatever it has trained since:

@@ -20,6 +20,7 @@ A worker that lost its disk lost its inner optimizer too: its next task may begi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -370,13 +371,19 @@ class PlainFleet:
             raise Violated(f"of {sorted(odd)} only a part of {', '.join(keys)} counts")
         rows = [row for each in under for row in each]
         replies = tuple(Reply(worker=WorkerId(r.worker), key=r.key, scalars=r.scalars, object=r.object) for r in rows)
-        return Replies(replies=replies, value=self._reduced(under[-1], reduce) if reduce else None)
+        parts = {row.key: [r for r in rows if r.worker == row.worker] for row in under[-1]}
+        return Replies(replies=replies, value=self._reduced(under[-1], reduce, parts) if reduce else None)
 
-    def _reduced(self, rows: Sequence[ReplyRow], reduction: Reduction) -> Params:
+    def _reduced(
+        self, rows: Sequence[ReplyRow], reduction: Reduction, parts: Mapping[str, Sequence[ReplyRow]] | None = None
+    ) -> Params:
+        """`parts`: by key what a reply weighs, where this is not the row itself."""
         layout = self.run.layout.part(reduction.part)
         total, weights = torch.zeros(layout.numel, dtype=torch.float64), 0.0
         for row in rows:
-            weight = float(row.scalars[reduction.weight]) if reduction.weight and reduction.mean else 1.0
+            weight = 1.0
+            if reduction.weight and reduction.mean:
+                weight = math.fsum(r.scalars[reduction.weight] for r in (parts or {}).get(row.key, [row]))
             weight *= reduction.factor(row.worker, row.key)
             with Bundle.open(self._coordinator.objects.path(Digest(row.object))) as bundle:
                 total += weight * bundle.flat_slice(reduction.name, layout, 0, layout.numel).double()
