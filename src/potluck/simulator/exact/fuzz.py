@@ -192,14 +192,16 @@ def asynchronous(case: Case) -> AsyncDiLoCoConfig:
 
 
 def federated(case: Case) -> FedAvgConfig:
-    """FedAvg, or one of its relatives."""
+    """FedAvg, or one of its relatives; normalised, which unequal work needs, where work is balanced."""
     relatives: tuple[dict[str, Any], ...] = (
         {}, {"outer_momentum": 0.6}, {"proximal": 0.5}, {"outer": "adam"}, {"outer": "yogi", "normalised": True},
         {"control_variates": True},
     )  # fmt: skip
+    chosen = dict(random.Random(f"federated/{case.seed}").choice(relatives))
+    if case.balance == "time" and "control_variates" not in chosen:
+        chosen["normalised"] = True
     return FedAvgConfig(
-        num_inner_steps=case.num_inner_steps, min_reply_fraction=case.min_reply_fraction,
-        **random.Random(f"federated/{case.seed}").choice(relatives),
+        num_inner_steps=case.num_inner_steps, min_reply_fraction=case.min_reply_fraction, **chosen
     )  # fmt: skip
 
 
