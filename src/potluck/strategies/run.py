@@ -129,13 +129,17 @@ class RunFacts:
         return parse_spec(self.down_codec)
 
     @property
+    def up_policy(self) -> CodecPolicy:
+        """Where a fleet chooses no other."""
+        return CodecPolicy(default=parse_spec(self.up_codec).codec.name, rules=self.up_rules)
+
+    @property
     def down_policy(self) -> CodecPolicy:
         return CodecPolicy(default=self.down.codec.name, rules=self.down_rules)
 
     def up_bytes(self, name: str, part: Sequence[int] = ()) -> int:
         """What a result's vector of this name takes on the way up; of some tensors of the layout, if they are named."""
-        policy = CodecPolicy(default=parse_spec(self.up_codec).codec.name, rules=self.up_rules)
-        return flat_size(name, self.layout.part(part), policy)
+        return flat_size(name, self.layout.part(part), self.up_policy)
 
     def down_bytes(self, part: Sequence[int] = (), *, num_behind: int = 1) -> int:
         """What a version of the parameters takes on the way down, to those who hold the one so many before."""
