@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ import torch
 from torch import Tensor
 
 from potluck.aggregation.config import AggregationConfig
+from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.fleet.config import FleetConfig
 from potluck.optim.inner import InnerConfig
 from potluck.planner.balance import Pace
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig, AsyncDiLoCoState, dynamic_steps
 from potluck.strategies.fleet import Reduction, Reply, WorkerInfo
 from potluck.strategies.run import Budget, RunFacts
@@ -211,6 +216,27 @@ def test_one_that_says_it_is_far_faster_leaves_steps_to_the_others(num_honest: i
     asyncio.run(strategy.run_round(strategy.init(fleet.run), fleet))  # pyright: ignore[reportArgumentType]
     assert granted.pop("liar") == 80
     assert set(granted.values()) == {least_steps} and len(granted) == num_honest
+
+
+def test_the_seconds_of_a_commit_bound_the_updates_a_second(tmp_path: Path) -> None:
+    """Four workers with updates of 1 s, on a coordinator that takes 0.5 s to write a commit down."""
+
+    async def seconds(updates_per_commit: int) -> float:
+        problem = Problem(num_rounds=24 // updates_per_commit, validate=False, fleet=FleetConfig(min_workers=4))
+        strategy = AsyncDiLoCo(AsyncDiLoCoConfig(num_inner_steps=1, updates_per_commit=updates_per_commit))
+        world = World(
+            problem.plan(strategy), problem.make_deck, tmp_path / str(updates_per_commit), clock=VirtualClock(),
+            make_executor=lambda: InlineExecutor(lambda fn: 0.5 if getattr(fn, "__name__", "") == "commit" else 0.0),
+        )  # fmt: skip
+        for i in range(4):
+            world.add(f"w{i + 1}", cost_s=lambda _: 1.0)
+        await world.start()
+        await world.finish()
+        rounds = [event.at for event in world.events if event.kind == "round"]
+        return rounds[-1] - rounds[0]
+
+    assert run_virtual(seconds(1)) >= 23 * 0.5
+    assert run_virtual(seconds(4)) == pytest.approx(5 * (1.0 + 0.5), rel=0.1)
 
 
 @pytest.mark.parametrize(("settings", "num_behind"), [({}, 6), ({"updates_per_commit": 3}, 2), ({"quorum": 0.5}, 1)])

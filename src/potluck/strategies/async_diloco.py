@@ -14,6 +14,10 @@ their mean, while each update moves theta: c is 0 within a cycle and 1 at its en
 as one Nesterov step with their mean does. The steps within a cycle may take a share sigma of the momentum, which is
 then that of the cycle before: c = sigma K / N within, and what is left of 1 at the end.
 
+The worker whose update completes a commit goes on once it is made and the new model is encoded, the others at once.
+With K = 1 that is each of them, each time: the seconds of a commit bound how many updates a second there can be. With
+a larger K there are fewer commits.
+
 s(tau) is 1, (1 + tau)^-a, or for tau > b 1 / (a (tau - b) + 1): Xie et al. 2019, arXiv:1903.03934. With K = N and no
 momentum, a = 1/2, this is FedBuff (Nguyen et al. 2022, arXiv:2106.06639): one step with the mean of K updates, and no
 worker waits for it.

@@ -226,11 +226,13 @@ class Fleet(Protocol):
     ) -> tuple[Reply, ...]:
         """Give every idle worker what `offer` says, until so many valid replies are here that no commit has used.
 
-        Without `grace` the first `min_replies` of them, in the order in which they came; workers are never idle.
-        With it at most one of each worker, who then waits for the next round; once `min_replies` are here the others
-        are waited for `grace` times as long again as those took, and all that are here then count. Fewer where nobody
-        else is at work. What comes later is for the next round; what comes more than `max_staleness` commits after it
-        was handed out is dropped and its data dealt again. Replies are checked so that `expects` can be made.
+        Without `grace` the first `min_replies` of them, in the order in which they came. Who delivers while more must
+        come goes on at once; whose reply is the last of them, or comes after that, is idle until the round is committed
+        and the next one has published what it offers: with `min_replies` 1 that is everybody, each time. With `grace`
+        at most one of each worker, who then waits for the next round; once `min_replies` are here the others are waited
+        for `grace` times as long again as those took, and all that are here then count. Fewer where nobody else is at
+        work. What comes later is for the next round; what comes more than `max_staleness` commits after it was handed
+        out is dropped and its data dealt again. Replies are checked so that `expects` can be made.
         """
         ...
 
