@@ -52,6 +52,7 @@ def test_all_that_follows_lost_work_is_lost() -> None:
         row("1b", "w2", "u2", "u3"),
     )
     assert found.orphans() == dict.fromkeys(["1b/w1#0.0", "2a/w1#0.0", "2b/w1#0.0"], "it died")
+    assert found.orphans(WorkerId("w1")) == found.orphans() and found.orphans(WorkerId("w2")) == {}
     for name, reason in found.orphans().items():
         found.lose(name, reason)
     assert found.orphans() == {}

@@ -66,11 +66,14 @@ class Ahead:
             if row.worker in self.chains:
                 self.chains[WorkerId(row.worker)].broken = reason
 
-    def orphans(self) -> dict[str, str]:
-        """Names of work, open or answered, that follows work which was lost, each with the reason of that loss."""
+    def orphans(self, worker: WorkerId | None = None) -> dict[str, str]:
+        """Names of work, open or answered, that follows work which was lost, each with the reason of that loss. Of one
+        worker, or of all."""
         lost: dict[str, str] = {}  # the states that lost work leads to
         found: dict[str, str] = {}
         for name, rows in self.attempt.leases.items():  # each after the one that it follows
+            if worker not in (None, rows[-1].worker):
+                continue
             lease = pb.Lease.FromString(rows[-1].lease)
             if rows[-1].status == "lost":
                 lost[lease.next_version] = rows[-1].reason

@@ -116,17 +116,17 @@ class Overlap:
     async def lose(self, lease: OpenLease, reason: str) -> None:
         """A task is lost, and with it what was begun after it, answered or not: seen at once, then written down."""
         self.work.lose(lease.message.key, reason)
-        await self._write_losses({lease.message.key: reason, **self._drop_orphans()}, lease)
+        await self._write_losses({lease.message.key: reason, **self._drop_orphans(lease.worker)}, lease)
 
     async def _lose_orphans(self) -> None:
         """What was handed out while the task before it was lost, or whose loss an earlier process did not write."""
         if lost := self._drop_orphans():
             await self._write_losses(lost)
 
-    def _drop_orphans(self) -> dict[str, str]:
-        """Take back what follows lost work, and give the reasons by name."""
+    def _drop_orphans(self, worker: WorkerId | None = None) -> dict[str, str]:
+        """Take back what follows lost work, of one worker or of all, and give the reasons by name."""
         under_way = {x.message.key: x for x in self._fleet.book.open.values() if x.message.round == AHEAD}
-        orphans = self.work.orphans()
+        orphans = self.work.orphans(worker)
         self._return_data(orphans)
         for name, reason in orphans.items():
             if name in under_way:
