@@ -62,6 +62,13 @@ def test_the_machines_of_a_fleet_are_workers_with_the_steps_and_bytes_of_the_rec
     assert smaller.step_s == found.step_s and smaller.balance == "none"
 
 
+def test_only_what_may_be_balanced_is() -> None:
+    given = {"diloco": True, "streaming_diloco, int4": False, "sync_sgd": False, "sparse_diloco, Muon": True,
+             "fed_avg": False, "fed_avg, normalised": True, "scaffold, plain SGD": False}  # fmt: skip
+    assert {name: methods[name].balances for name in given} == given
+    assert all(method.balances for method in methods.values() if method.is_unequal)
+
+
 def test_every_method_can_be_made_and_what_is_none_is_named() -> None:
     for method in methods.values():
         method.made()

@@ -84,7 +84,9 @@ class Method:
     @property
     def balances(self) -> bool:
         """Whether slower machines may take fewer steps."""
-        return self.strategy not in (SyncSGD, StreamingDiLoCo) and not self.options.get("control_variates")
+        if self.strategy is FedAvg:
+            return bool(self.options.get("normalised"))
+        return self.strategy not in (SyncSGD, StreamingDiLoCo)
 
     def made(self) -> Strategy:
         return self.strategy(self.config.model_validate(dict(self.options)))

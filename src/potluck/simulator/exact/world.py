@@ -51,6 +51,7 @@ class Host:
     id: WorkerId
     link: NetworkLink
     cost_s: Callable[[pb.Lease], float]
+    passed: Callable[[float, float], None]
     life: Life | None = None
     task: asyncio.Task[None] | None = None
     agent: Agent | None = None
@@ -239,10 +240,11 @@ class World:
         *,
         link: NetworkLink | None = None,
         cost_s: Callable[[pb.Lease], float] = lambda _: 0.0,
+        passed: Callable[[float, float], None] = lambda _began, _ended: None,
     ) -> None:
-        """A new worker machine, switched on."""
+        """A new worker machine, switched on. `passed` hears when the time of its work passed."""
         id = WorkerId(name)
-        self.hosts[id] = Host(id=id, link=link or NetworkLink(), cost_s=cost_s)
+        self.hosts[id] = Host(id=id, link=link or NetworkLink(), cost_s=cost_s, passed=passed)
         self.switch_on(id)
 
     def switch_on(self, id: WorkerId) -> None:
@@ -256,7 +258,8 @@ class World:
         async def equipped(spec: RunSpec, link: Link) -> Runner:
             return await equip(
                 spec, link, folder=life.folder, device="cpu", clock=clock, compute=self._executor(life),
-                files=self._executor(life), note=agent.note, make=partial(ModelledRunner, cost_s=host.cost_s),
+                files=self._executor(life), note=agent.note,
+                make=partial(ModelledRunner, cost_s=host.cost_s, passed=host.passed),
             )  # fmt: skip
 
         agent = host.agent = Agent(
