@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
+from typing import Never
 
 import pytest
 import torch
 
 from potluck.bench import methods as bench
-from potluck.bench.convergence import Trained
-from potluck.bench.methods import Found, _at_sites, _figures, alone, bench_methods, methods, reference  # pyright: ignore
+from potluck.bench.convergence import Point, Trained
+from potluck.bench.methods import (
+    Found,
+    Job,
+    _all,  # pyright: ignore
+    _at_sites,  # pyright: ignore
+    _figures,  # pyright: ignore
+    alone,
+    bench_methods,
+    methods,
+    reference,
+)
+from potluck.bench.records import Records
 from potluck.types.errors import PotluckError
 
 
@@ -48,6 +62,13 @@ def test_the_machines_of_a_fleet_are_workers_with_the_steps_and_bytes_of_the_rec
     assert smaller.step_s == found.step_s and smaller.balance == "none"
 
 
+def test_only_what_may_be_balanced_is() -> None:
+    given = {"diloco": True, "streaming_diloco, int4": False, "sync_sgd": False, "sparse_diloco, Muon": True,
+             "fed_avg": False, "fed_avg, normalised": True, "scaffold, plain SGD": False}  # fmt: skip
+    assert {name: methods[name].balances for name in given} == given
+    assert all(method.balances for method in methods.values() if method.is_unequal)
+
+
 def test_every_method_can_be_made_and_what_is_none_is_named() -> None:
     for method in methods.values():
         method.made()
@@ -64,3 +85,23 @@ def test_files_are_in_memory_only_where_there_is_room(monkeypatch: pytest.Monkey
     assert bench._memory_disk() == str(tmp_path)
     monkeypatch.setattr(bench, "needed_bytes", 1 << 60)
     assert bench._memory_disk() is None
+
+
+def test_runs_that_were_recorded_are_not_done_again(tmp_path: Path) -> None:
+    jobs = [Job(method=name, lr=1e-3, num_steps=4, seed=1, folder=tmp_path) for name in ("diloco", "fed_avg")]
+    done = replace(trained(3.0, 8.0), curve=(Point(seconds=1.0, bytes_per_worker=2.0, loss=3.5),))
+    records = Records(tmp_path / "runs.jsonl")
+    records.add(jobs[0].settings, done)
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"settings": {"meth')  # a power cut
+    again = Records(tmp_path / "runs.jsonl")
+    found = again.get(jobs[0].settings)
+    assert found is not None and (found.loss, found.curve, found.utilisation) == (3.0, done.curve, 0.5)
+    assert again.get(jobs[1].settings) is None and again.get(replace(jobs[0], lr=2e-3).settings) is None
+    again.add(jobs[1].settings, done)
+    assert _all(NoPool(), jobs, again, pytest.fail).keys() == set(jobs)
+
+
+class NoPool(Executor):
+    def submit(self, *_: object) -> Never:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise AssertionError("it was done before")

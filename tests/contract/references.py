@@ -81,10 +81,12 @@ def fragments(model: nn.Module) -> list[list[nn.Parameter]]:
 
 def streaming_diloco(
     problem: Problem, *, num_inner_steps: int, overlap_steps: int, mixing: float, outer_lr: float,
-    outer_momentum: float, eager: bool = False, paces: Sequence[int] = (1,),
+    outer_momentum: float, eager: bool = False, paces: Sequence[int] = (1,), first_paces: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
     """Two fragments, step by step: what is sent is taken up `overlap_steps` later. Worker i takes `paces[i]` steps
-    where one is said; updates weigh by them."""
+    where one is said, and before it takes something up `first_paces[i]`, the same unless given; updates weigh by all.
+    """
+    first_paces = first_paces or paces
     models, batch = [problem.model() for _ in paces], problem.inner.batch_size
     inner, pieces = [make_adamw(model, problem) for model in models], [fragments(model) for model in models]
     common = [nn.Parameter(parameters_to_vector(piece).detach()) for piece in pieces[0]]
@@ -94,25 +96,27 @@ def streaming_diloco(
     num_steps, num_rounds, made = num_inner_steps // 2, problem.num_rounds, list[Tensor]()
     behind, rest = divmod(overlap_steps, num_steps)
     asked = [
-        [(f"w{i + 1}", pace * n * batch) for i, pace in enumerate(paces)]
-        for n in (rest, num_steps - rest) * num_rounds if n
+        [(f"w{i + 1}", pace * n * batch) for i, pace in enumerate(each)]
+        for n, each in ((rest, first_paces), (num_steps - rest, paces)) * num_rounds if n
     ]  # fmt: skip
     dealt = iter(problem.dealt(asked))
     for round in range(num_rounds):
         p, back, mean = round % 2, round - behind - 1, torch.zeros_like(common[round % 2])
         read = [next(dealt) for n in (rest, num_steps - rest) if n]
+        weights = [f * rest + p * (num_steps - rest) for f, p in zip(first_paces, paces, strict=True)]
         for i, pace in enumerate(paces):
-            batches = torch.cat([rows[f"w{i + 1}"] for rows in read]).split(batch)
+            batches, num_first = torch.cat([rows[f"w{i + 1}"] for rows in read]).split(batch), first_paces[i] * rest
             for step, tokens in enumerate(batches):
-                if step == pace * rest and back >= 0:
+                if step == num_first and back >= 0:
                     q, new = back % 2, made[back]
                     others[i][q] = received[i][q] - new - own[i][q]
                     received[i][q] = new
                     mixed = mixing * parameters_to_vector(pieces[i][q]).detach() + (1 - mixing) * new
                     vector_to_parameters(mixed, pieces[i][q])
-                train_step(models[i], inner[i], tokens, problem, (round + step / len(batches)) / num_rounds)
+                said = step / first_paces[i] if step < num_first else rest + (step - num_first) / pace
+                train_step(models[i], inner[i], tokens, problem, (round + said / num_steps) / num_rounds)
             delta = received[i][p] - parameters_to_vector(pieces[i][p]).detach()
-            mean += pace / sum(paces) * delta
+            mean += weights[i] / sum(weights) * delta
             if eager:
                 own[i][p] = outer_lr * (1 + outer_momentum) / len(paces) * delta
                 vector_to_parameters(received[i][p] - others[i][p] - own[i][p], pieces[i][p])

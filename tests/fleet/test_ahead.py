@@ -8,9 +8,8 @@ import pytest
 
 from potluck.fleet.ahead import Ahead, Chain
 from potluck.fleet.attempt import Attempt
-from potluck.fleet.leases import AHEAD
-from potluck.protocol import pb
-from potluck.storage.ledger import LeaseRow
+from potluck.protocol import AHEAD, pb
+from potluck.storage.ledger import LeaseRow, ReplyRow
 from potluck.types.ids import WorkerId
 
 
@@ -37,19 +36,40 @@ def test_work_that_was_never_sent_takes_nothing_with_it() -> None:
         row("0b", "w2", "", "u1"),
         row("1b", "w2", "u1", "u2"),
     )
-    assert found.orphans() == []
+    assert found.orphans() == {}
     assert found.under_way() == ["w2"]
 
 
 def test_all_that_follows_lost_work_is_lost() -> None:
+    """Answered or not: a small result may come, and count, before the large one that it follows is refused."""
     found = ahead(
         row("0b", "w1", "", "v1", "replied"),
         row("1a", "w1", "v1", "v2", "lost", "it died"),
         row("1b", "w1", "v2", "v3"),
-        row("2a", "w1", "v3", "v4"),
-        row("1a", "w2", "u1", "u2"),
+        row("2a", "w1", "v3", "v4", "replied"),
+        row("2b", "w1", "v4", "v5"),
+        row("1a", "w2", "u1", "u2", "replied"),
+        row("1b", "w2", "u2", "u3"),
     )
-    assert found.orphans() == ["1b/w1#0.0", "2a/w1#0.0"]
+    assert found.orphans() == dict.fromkeys(["1b/w1#0.0", "2a/w1#0.0", "2b/w1#0.0"], "it died")
+    assert found.orphans(WorkerId("w1")) == found.orphans() and found.orphans(WorkerId("w2")) == {}
+    for name, reason in found.orphans().items():
+        found.lose(name, reason)
+    assert found.orphans() == {}
+    assert found.chains[WorkerId("w1")].broken == "it died"
+    assert found.under_way() == ["w2"]
+
+
+def test_what_was_answered_and_is_lost_has_no_reply_and_leads_nowhere() -> None:
+    rows = [row("0b", "w1", "", "v1", "lost", "it died"), row("1a", "w1", "v1", "v2", "replied")]
+    attempt = Attempt(round=AHEAD, leases={r.key: [r] for r in rows})
+    attempt.add_reply(ReplyRow(key="1a/w1#0.0", worker="w1", object="", scalars={}, version="v2"))
+    found = Ahead.of(attempt)
+    found.lose("1a/w1#0.0", "it died")
+    found.lose("9b/w1#0.0", "a late answer to work of a round that is over")
+    assert found.row("1a/w1#0.0").status == "lost"
+    assert not attempt.replies and not list(attempt.versions_of("w1"))
+    assert found.chains[WorkerId("w1")].broken == "it died"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from potluck.clock import ThreadExecutor
 from potluck.codecs.bundle import Bundle
-from potluck.codecs.delta import WHOLE, write_sum
-from potluck.fleet.publisher import Publisher, max_chain
+from potluck.codecs.delta import WHOLE, max_way, write_sum
+from potluck.fleet.publisher import Publisher
 from potluck.optim.inner import InnerConfig
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
@@ -32,11 +32,11 @@ class Home:
 
     def restart(self) -> None:
         nothing = Params(())
-        facts = RunFacts(
+        self.facts = RunFacts(
             seed=1, layout=layout, initial=nothing, zeros=nothing, seq_len=8, inner=InnerConfig(),
             budget=Budget(rounds=1), up_codec="fp32", down_codec=self.down,
         )  # fmt: skip
-        self.publisher = Publisher(facts, self.params, self.objects, self.folder, ThreadExecutor())
+        self.publisher = Publisher(self.facts, self.params, self.objects, self.folder, ThreadExecutor())
 
     def publish(self, number: int, values: Tensor, name: str = "theta") -> Digest:
         handle = self.params.create(f"v{number}", values)
@@ -71,14 +71,25 @@ def test_a_worker_that_follows_has_the_coordinators_bits_and_errors_do_not_add_u
         assert (home.read(digest) - theta).abs().max() < 0.01 * 5 / 127  # what this step alone loses
 
 
-def test_the_way_to_the_last_version_has_the_last_differences(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    digests = [home.publish(i, theta) for i, theta in enumerate(versions(6))]
+@pytest.mark.parametrize(
+    ("down", "length"), [("fp32-delta", 1), ("bf16-delta", 1), ("int8-delta", 3), ("int4-delta", 7),
+                         ("topk(1.5625%)-delta", max_way)],
+)  # fmt: skip
+def test_the_way_to_the_last_version_is_as_long_as_it_takes_less_than_the_whole(
+    down: str, length: int, tmp_path: Path
+) -> None:
+    home = Home(tmp_path, down)
+    digests = [home.publish(i, theta) for i, theta in enumerate(versions(11))]
     way = home.publisher.deltas_to([digests[-1]])
-    assert [(d.target, d.base) for d in way] == [(digests[i], digests[i - 1]) for i in (5, 4, 3)]
-    assert len(way) == max_chain
-    sizes = [home.objects.size(Digest(d.delta)) for d in way]
-    assert max(sizes) < 0.3 * home.objects.size(digests[-1])
+    assert [(d.target, d.base) for d in way] == [(digests[i], digests[i - 1]) for i in range(10, 10 - length, -1)]
+    sizes, whole = [home.objects.size(Digest(d.delta)) for d in way], home.objects.size(digests[-1])
+    if length > 1:
+        assert sum(sizes) < whole
+    if length < max_way:
+        assert sum(sizes) + sizes[0] >= whole
+    facts = home.facts
+    assert facts.down_bytes() == sizes[0] and facts.down_bytes(num_behind=length) == sum(sizes)
+    assert facts.down_bytes(num_behind=length + 1) == whole
 
 
 def test_versions_go_on_after_a_restart_as_without_one(tmp_path: Path) -> None:

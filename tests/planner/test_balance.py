@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,8 +14,10 @@ from potluck.planner.balance import (
     Measured,
     Pace,
     balanced,
+    fastest_s,
     largest_share,
     least_gain,
+    most_ahead,
     paces,
     sequence_work,
     transfers_s,
@@ -34,12 +38,18 @@ times = st.floats(1e-3, 1e3)
 some_pace = st.builds(Pace, unit_s=times, fixed_s=st.one_of(st.just(0.0), times))
 
 
+def believed(each: Sequence[Pace]) -> list[Pace]:
+    """As a plan takes these paces to be."""
+    least = fastest_s([pace.unit_s for pace in each])
+    return [replace(pace, unit_s=max(pace.unit_s, least)) for pace in each]
+
+
 @given(st.lists(some_pace, min_size=1, max_size=30), st.integers(1, 200))
 @settings(max_examples=300, deadline=None)
 def test_a_plan_shares_all_the_work_within_its_bounds_and_ends_together(each: list[Pace], mean: int) -> None:
-    of = fleet(*each)
-    plan = balanced(of, mean_units=mean)
-    assert plan == balanced(dict(reversed(of.items())), mean_units=mean)
+    said, of = fleet(*each), fleet(*believed(each))
+    plan = balanced(said, mean_units=mean)
+    assert plan == balanced(dict(reversed(said.items())), mean_units=mean)
     assert sum(plan.values()) == mean * len(of)
     assert all(1 <= units <= largest_share * mean for units in plan.values())
     equal = dict.fromkeys(of, mean)
@@ -59,8 +69,8 @@ def test_a_plan_shares_all_the_work_within_its_bounds_and_ends_together(each: li
 @given(st.lists(some_pace, min_size=2, max_size=3), st.integers(2, 4))
 @settings(max_examples=60, deadline=None)
 def test_no_other_plan_ends_earlier(each: list[Pace], mean: int) -> None:
-    of = fleet(*each)
-    plan = balanced(of, mean_units=mean)
+    plan = balanced(fleet(*each), mean_units=mean)
+    of = fleet(*believed(each))
     ways = product(range(1, largest_share * mean + 1), repeat=len(each))
     best_s = min(longest_s(of, dict(zip(of, way, strict=True))) for way in ways if sum(way) == mean * len(each))
     gain = 1 - best_s / longest_s(of, dict.fromkeys(of, mean))
@@ -72,6 +82,26 @@ def test_no_other_plan_ends_earlier(each: list[Pace], mean: int) -> None:
 
 def test_speeds_of_1_2_and_8() -> None:
     assert list(balanced(fleet(*(Pace(unit_s=s) for s in (1.0, 2.0, 8.0))), mean_units=26).values()) == [48, 24, 6]
+
+
+@pytest.mark.parametrize(
+    ("unit_s", "expected"),
+    [((4.0, 4.0, 2.0, 1.0), 1.0), ((1.0, 8.0, 8.0), 1.0), ((1e-3, 8.0, 8.0), 1.0), ((1e-3, 8.0), 0.5), ((3.0,), 3.0)],
+)
+def test_nobody_counts_as_more_than_eight_times_as_fast_as_the_median(
+    unit_s: tuple[float, ...], expected: float
+) -> None:
+    assert most_ahead == 8
+    assert fastest_s(unit_s) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("num_honest", "least_share"), [(1, 0.11), (2, 0.29), (3, 0.35), (9, 0.5)])
+def test_one_that_says_it_is_far_faster_leaves_work_to_the_others(num_honest: int, least_share: float) -> None:
+    liar, honest = Pace(unit_s=1e-6), [Pace(unit_s=2.0)] * num_honest
+    first, *others = balanced(fleet(liar, *honest), mean_units=100).values()
+    assert first + sum(others) == 100 * (1 + num_honest)
+    assert min(others) >= 100 * least_share
+    assert balanced(fleet(liar, *honest), mean_units=100) == balanced(fleet(Pace(unit_s=1e-9), *honest), mean_units=100)
 
 
 @pytest.mark.parametrize("speeds", [(), (None, None), (1.0, 1.0), (1.0, 1.03), (2.0, None, 2.0)])

@@ -91,3 +91,18 @@ def test_the_pace_of_a_worker_that_was_late_is_written_with_the_loss(ledger: Led
     ledger.issue(0, 0, [lease("w1", 0)], {})
     ledger.settle(0, 0, "w1", 0, "lost", "late", pace={"w1": [9.0]})
     assert ledger.paces() == {"w1": [9.0]}
+
+
+def test_what_was_answered_may_be_withdrawn_and_cannot_be_answered_again(ledger: Ledger) -> None:
+    """Whichever is written down first."""
+    other = LeaseRow(key="bag/1", issue=0, worker="w1", lease=b"x", status="open")
+    ledger.issue(0, 0, [lease("w1", 0), other], {"outstanding": 8})
+    ledger.reply(0, 0, reply("w1"), 0)
+    ledger.withdraw(0, 0, {"bag/0": "it follows lost work", "bag/1": "gone"}, {"outstanding": 0}, {"w1": [9.0]})
+    assert not ledger.reply(0, 0, reply("w1"), 0)
+    assert ledger.replies(0, 0) == []
+    assert [(r.key, r.status, r.reason) for r in ledger.leases(0, 0)] == [
+        ("bag/0", "lost", "it follows lost work"), ("bag/1", "lost", "gone")
+    ]  # fmt: skip
+    assert ledger.deal() == {"outstanding": 0}
+    assert ledger.paces() == {"w1": [9.0]}

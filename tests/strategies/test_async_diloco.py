@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ import torch
 from torch import Tensor
 
 from potluck.aggregation.config import AggregationConfig
+from potluck.clock import InlineExecutor, VirtualClock, run_virtual
+from potluck.fleet.config import FleetConfig
 from potluck.optim.inner import InnerConfig
 from potluck.planner.balance import Pace
+from potluck.simulator.exact.problem import Problem
+from potluck.simulator.exact.world import World
 from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig, AsyncDiLoCoState, dynamic_steps
 from potluck.strategies.fleet import Reduction, Reply, WorkerInfo
 from potluck.strategies.run import Budget, RunFacts
@@ -122,6 +127,20 @@ def test_delayed_nesterov_one_update_at_a_time() -> None:
     torch.testing.assert_close(got, theta, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.6])
+def test_a_cycle_is_a_nesterov_step_with_the_mean_where_the_momentum_is_not_spread(spread: float) -> None:
+    """Spread, the steps within a cycle take up the momentum of the cycle before."""
+    arrivals = [("w1", 3 * (seed // 3), seed) for seed in range(9)]
+    config = AsyncDiLoCoConfig(outer_momentum=0.8, momentum_spread=spread)
+    got, _ = play(config, [[a] for a in arrivals], num_workers=3)
+    theta = torch.nn.Parameter(vector(0))
+    optimizer = torch.optim.SGD([theta], lr=0.7, momentum=0.8, nesterov=True)
+    for cycle in range(3):
+        theta.grad = torch.stack([vector(3 * cycle + i) for i in range(3)]).mean(dim=0)
+        optimizer.step()
+    assert torch.allclose(got, theta.detach(), rtol=1e-5, atol=1e-6) == (spread == 0.0)
+
+
 def test_a_buffer_without_momentum_is_fedbuff() -> None:
     commits = [[("w1", 0, 1), ("w2", 0, 2)], [("w1", 1, 3), ("w3", 0, 4)], [("w1", 2, 5), ("w1", 2, 6)]]
     config = AsyncDiLoCoConfig(
@@ -180,6 +199,64 @@ def test_slower_workers_are_given_fewer_steps() -> None:
     assert dynamic_steps(40, worker("x", 1000.0), 1.0) == 1
     assert dynamic_steps(40, worker("x", 0.5), 1.0) == 40  # a newcomer that is faster than all
     assert dynamic_steps(40, worker("x"), 1.0) == 40
+
+
+@pytest.mark.parametrize(("num_honest", "least_steps"), [(1, 5), (2, 10), (7, 10)])
+def test_one_that_says_it_is_far_faster_leaves_steps_to_the_others(num_honest: int, least_steps: int) -> None:
+    fleet, granted = scripted(0), dict[str, int]()
+    fleet.here = (worker("liar", 1e-6), *(worker(f"w{i}", 4.0) for i in range(num_honest)))
+
+    async def gather(offer: Callable[[WorkerInfo], BoundTask | None], **_: Any) -> tuple[Reply, ...]:
+        offered = {w.id: offer(w) for w in fleet.here}
+        granted.update({w: task.num_sequences // 2 for w, task in offered.items() if task is not None})
+        return (Reply(worker=WorkerId("w0"), key="w0#1", scalars={"num_tokens": 10, "loss_sum": 20.0}),)
+
+    fleet.gather = gather
+    strategy = AsyncDiLoCo(AsyncDiLoCoConfig(num_inner_steps=80))
+    asyncio.run(strategy.run_round(strategy.init(fleet.run), fleet))  # pyright: ignore[reportArgumentType]
+    assert granted.pop("liar") == 80
+    assert set(granted.values()) == {least_steps} and len(granted) == num_honest
+
+
+def test_the_seconds_of_a_commit_bound_the_updates_a_second(tmp_path: Path) -> None:
+    """Four workers with updates of 1 s, on a coordinator that takes 0.5 s to write a commit down."""
+
+    async def seconds(updates_per_commit: int) -> float:
+        problem = Problem(num_rounds=24 // updates_per_commit, validate=False, fleet=FleetConfig(min_workers=4))
+        strategy = AsyncDiLoCo(AsyncDiLoCoConfig(num_inner_steps=1, updates_per_commit=updates_per_commit))
+        world = World(
+            problem.plan(strategy), problem.make_deck, tmp_path / str(updates_per_commit), clock=VirtualClock(),
+            make_executor=lambda: InlineExecutor(lambda fn: 0.5 if getattr(fn, "__name__", "") == "commit" else 0.0),
+        )  # fmt: skip
+        for i in range(4):
+            world.add(f"w{i + 1}", cost_s=lambda _: 1.0)
+        await world.start()
+        await world.finish()
+        rounds = [event.at for event in world.events if event.kind == "round"]
+        return rounds[-1] - rounds[0]
+
+    assert run_virtual(seconds(1)) >= 23 * 0.5
+    assert run_virtual(seconds(4)) == pytest.approx(5 * (1.0 + 0.5), rel=0.1)
+
+
+@pytest.mark.parametrize(("settings", "num_behind"), [({}, 6), ({"updates_per_commit": 3}, 2), ({"quorum": 0.5}, 1)])
+def test_a_worker_fetches_the_differences_of_all_commits_since_it_began(
+    settings: dict[str, Any], num_behind: int
+) -> None:
+    large = Layout.of([("w", (300, 200))])
+    facts = replace(scripted(6).facts, layout=large, min_workers=6, down_codec="int4-delta")
+    strategy = AsyncDiLoCo(AsyncDiLoCoConfig(**settings))
+    strategy.init(facts)
+    assert strategy.estimate(facts).down == num_behind * strategy.estimate(replace(facts, min_workers=1)).down
+    int8 = replace(facts, down_codec="int8-delta")
+    if num_behind > 3:
+        with pytest.raises(
+            RecipeError, match="sends 3 differences in a row at most, and with 6 workers each goes on 6"
+        ):
+            strategy.init(int8)
+    else:
+        strategy.init(int8)
+    strategy.init(replace(facts, down_codec="int8"))
 
 
 @pytest.mark.parametrize(

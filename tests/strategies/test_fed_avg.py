@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from potluck.fleet.config import FleetConfig
 from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
 from potluck.simulator.exact.problem import Problem
-from potluck.strategies.fed_avg import FedAvg, FedAvgConfig
+from potluck.strategies.fed_avg import FedAvg, FedAvgConfig, FedAvgState
+from potluck.strategies.run import RunFacts
 from potluck.strategies.strategy import Strategy
 from potluck.types.errors import RecipeError
 
@@ -65,6 +67,13 @@ def test_a_pull_changes_the_outcome(tmp_path: Path) -> None:
     assert (without - with_pull).abs().max() > 1e-3
 
 
+class Unequal(FedAvg):
+    """Whose workers may take unequal steps though they are counted twice."""
+
+    def init(self, run: RunFacts) -> FedAvgState:
+        return super().init(replace(run, balances=False))
+
+
 @pytest.mark.parametrize("normalised", [False, True], ids=["FedAvg", "FedNova"])
 def test_unequal_steps(normalised: bool, tmp_path: Path) -> None:
     """Averaged by tokens, or by the data behind them."""
@@ -80,7 +89,8 @@ def test_unequal_steps(normalised: bool, tmp_path: Path) -> None:
 
         return cost_s
 
-    got = checks.run(problem, made(normalised=normalised), num_workers=3, costs=costs)
+    config = FedAvgConfig(num_inner_steps=num_steps, normalised=normalised)
+    got = checks.run(problem, lambda: Unequal(config), num_workers=3, costs=costs)
     steps = [[n for _, n in sorted(asked[at : at + 3])] for at in range(0, len(asked), 3)]
     assert steps[0] == [5, 5, 5] and len(set(steps[1])) == 3
     check_equal(got.params, references.fed_avg(problem, steps, normalised=normalised), problem)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from potluck.strategies.fleet import Replies, Reply
+from potluck.strategies.fleet import Replies, Reply, summed
 from potluck.types.errors import RoundFailed
 from potluck.types.ids import WorkerId
 
@@ -17,7 +17,7 @@ def replies(*losses: object) -> Replies:
 
 
 def test_scalars_are_summed_over_the_replies() -> None:
-    assert replies(1, 2.5).sum("loss_sum") == 3.5
+    assert replies(1, 2.5).sum("loss_sum") == summed(replies(1, 2.5).replies, "loss_sum") == 3.5
 
 
 @pytest.mark.parametrize("bad", [None, "much"])

@@ -53,6 +53,10 @@ def test_work_by_speed_where_every_worker_has_as_much(strategy: Any) -> None:
     if isinstance(strategy, StreamingDiLoCo):
         with pytest.raises(RecipeError, match="streaming_diloco gives every worker as many steps"):
             strategy.init(facts_of(strategy, balanced))
+    elif isinstance(strategy, FedAvg):
+        with pytest.raises(RecipeError, match=r"would count these twice.*set strategy.normalised to true"):
+            strategy.init(facts_of(strategy, balanced))
+        FedAvg(FedAvgConfig(normalised=True)).init(facts_of(strategy, balanced))
     else:
         strategy.init(facts_of(strategy, balanced))
     strategy.init(facts_of(strategy, Problem()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,16 @@ from torch import Tensor, nn
 
 from potluck.aggregation.config import AggregationConfig
 from potluck.codecs.bundle import Bundle, write_flat
-from potluck.codecs.policy import CodecPolicy
+from potluck.codecs.policy import CodecPolicy, CodecRule
 from potluck.contract import checks
 from potluck.models.flat import layout_of
 from potluck.optim.inner import InnerConfig
+from potluck.planner.compression import CompressionConfig
 from potluck.simulator.exact.problem import Problem
 from potluck.strategies.sparse_diloco import SparseDiLoCo, SparseDiLoCoConfig
 from potluck.strategies.strategy import Strategy
 from potluck.types.errors import RecipeError
+from potluck.types.params import Layout, Params
 
 pytestmark = pytest.mark.timeout(120)
 num_steps, beta, sparse = 5, 0.95, "topk(25%)+2bit"
@@ -70,6 +74,31 @@ def test_it_converges_with_losses() -> None:
 @pytest.mark.parametrize("sockets", [False, True], ids=["memory", "grpc"])
 def test_it_moves_what_it_says(sockets: bool) -> None:
     checks.moves_what_it_says(problem(), make, sockets=sockets)
+
+
+@pytest.mark.parametrize(
+    ("rules", "reason"),
+    [
+        ((CodecRule(codec="bf16", match="*.wte.*"),), "wte.weight as bf16"),
+        ((CodecRule(codec="int8"),), "as int8: leave that rule out"),
+        ((CodecRule(codec="fp32", max_numel=1024),), ""),
+        ((CodecRule(codec="topk(50%)", match="*.wte.*"), CodecRule(codec="bf16", match="*.bias")), ""),
+    ],
+)
+def test_no_rule_sends_a_matrix_whole(rules: tuple[CodecRule, ...], reason: str) -> None:
+    plan = problem().plan(make())
+    facts = replace(plan.facts(initial=Params(()), zeros=Params(())), up_rules=rules, layout=Layout.of(
+        [("transformer.wte.weight", (100, 50)), ("h.0.weight", (40, 40)), ("h.0.bias", (4000,))]
+    ))  # fmt: skip
+    with pytest.raises(RecipeError, match=reason) if reason else contextlib.nullcontext():
+        make().init(facts)
+
+
+def test_no_fleet_chooses_another_codec() -> None:
+    plan = problem().plan(make())
+    facts = plan.facts(initial=Params(()), zeros=Params(()))
+    with pytest.raises(RecipeError, match=r"compression.mode is 'adaptive': set it to 'fixed'"):
+        make().init(replace(facts, compression=CompressionConfig(mode="adaptive")))
 
 
 @pytest.mark.parametrize(

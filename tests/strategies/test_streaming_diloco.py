@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,12 +11,18 @@ import pytest
 import torch
 from contract import references
 from pydantic import ValidationError
+from worlds import virtual_world
 
+from potluck.clock import run_virtual
 from potluck.contract import checks
 from potluck.coordinator.events import Event
 from potluck.coordinator.plan import ValidationConfig
+from potluck.fleet.config import FleetConfig
+from potluck.fleet.leases import OpenLease
+from potluck.simulator.exact.invariants import Witness
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
+from potluck.storage.ledger import LeaseRow
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.fleet import Fleet
 from potluck.strategies.streaming_diloco import (
@@ -26,7 +32,8 @@ from potluck.strategies.streaming_diloco import (
     fragments,
 )
 from potluck.strategies.task import BoundTask
-from potluck.types.errors import RecipeError
+from potluck.transport.memory import Link
+from potluck.types.errors import RecipeError, Refused
 from potluck.types.ids import WorkerId
 from potluck.types.params import Layout
 
@@ -146,42 +153,52 @@ def test_who_dies_is_missed_before_the_others_have_done_all_that_was_begun_early
 
 
 class Uneven:
-    """A fleet whose second worker takes twice the steps that it is asked for."""
+    """A fleet whose second worker takes so many times the steps that it is asked for in the parts of a segment."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, before: int, after: int) -> None:
+        self._fleet, self._paces = fleet, {"a": before, "b": after}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fleet, name)
 
-    async def enqueue(self, tasks: Mapping[WorkerId, BoundTask], **options: Any) -> None:
+    async def enqueue(self, tasks: Mapping[WorkerId, BoundTask], *, key: str, **options: Any) -> None:
+        pace = self._paces[key[-1]]
         uneven = {
             w: replace(
-                x, num_sequences=2 * x.num_sequences,
-                arguments={**x.arguments, "num_steps": 2 * x.arguments["num_steps"]},
+                x, num_sequences=pace * x.num_sequences,
+                arguments={**x.arguments, "num_steps": pace * x.arguments["num_steps"]},
             )
             if w == "w2" else x for w, x in tasks.items()
         }  # fmt: skip
-        await self._fleet.enqueue(uneven, **options)
+        await self._fleet.enqueue(uneven, key=key, **options)
 
 
 class UnevenStreaming(StreamingDiLoCo):
+    def __init__(self, config: StreamingDiLoCoConfig, before: int, after: int) -> None:
+        super().__init__(config)
+        self._paces = (before, after)
+
     async def run_round(self, state: StreamingDiLoCoState, fleet: Fleet) -> StreamingDiLoCoState:
-        return await super().run_round(state, cast("Fleet", Uneven(fleet)))
+        return await super().run_round(state, cast("Fleet", Uneven(fleet, *self._paces)))
 
 
-@pytest.mark.parametrize("overlap", [0, 3, 4], ids=["none", "one", "one and a third"])
+@pytest.mark.parametrize(
+    ("overlap", "before"), [(0, 2), (3, 2), (4, 2), (4, 5)],
+    ids=["none", "one", "one and a third", "unequal within a segment too"],
+)  # fmt: skip
 @pytest.mark.parametrize("eager", [False, True], ids=["plain", "eager"])
-def test_workers_of_unequal_weight_equal_a_plain_loop(eager: bool, overlap: int, tmp_path: Path) -> None:
+def test_workers_of_unequal_weight_equal_a_plain_loop(eager: bool, overlap: int, before: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "num_inner_steps": 6, "overlap_steps": overlap, "mixing": 0.5, "outer_momentum": 0.6, "eager": eager
     }  # fmt: skip
     problem = Problem(num_rounds=8)
     problem.store_shards(tmp_path)
     config = StreamingDiLoCoConfig(num_fragments=2, **settings)
-    got = checks.run(problem, lambda: UnevenStreaming(config), num_workers=2)
+    got = checks.run(problem, lambda: UnevenStreaming(config, before, 2), num_workers=2)
     expected, other = (
-        references.streaming_diloco(problem, **{**settings, "eager": e}, outer_lr=0.7, paces=(1, 2))
+        references.streaming_diloco(
+            problem, **{**settings, "eager": e}, outer_lr=0.7, paces=(1, 2), first_paces=(1, before)
+        )
         for e in (eager, not eager)
     )
     assert (got.params - expected).abs().max() < 5e-6
@@ -217,3 +234,126 @@ def test_a_chain_is_gone_on_with_in_its_order_after_a_restart() -> None:
 
     calm, got = played(), played(disturb)
     assert torch.equal(got.params, calm.params)
+
+
+class SlowLink:
+    """Three workers, the second with a link on which an update takes longer than the steps of two segments: what it
+    trained after it is accepted already when the update comes. Every commit is looked at by a witness."""
+
+    def __init__(self, overlap: int, folder: Path) -> None:
+        problem = Problem(num_rounds=8, fleet=FleetConfig(min_workers=3, no_progress_s=60.0, quarantine_after=9))
+        self.world = virtual_world(
+            problem, streaming(num_inner_steps=8, num_fragments=2, overlap_steps=overlap), folder
+        )
+        self.witness = Witness(problem.num_shards * problem.sequences_per_shard, problem.seq_len)
+        self.num_lost = 0
+        self.accepted: list[str] = []  # of w2 when it first lost something
+        self.world.on_event = self._heard
+        for name in ("w1", "w2", "w3"):
+            slow = Link(up_bytes_per_s=2e4, down_bytes_per_s=1e6) if name == "w2" else Link()
+            self.world.add(name, link=slow, cost_s=lambda lease: lease.num_sequences / 40.0)
+        self.lost: Callable[[], None] = lambda: None  # hears that work was lost, before it is written down
+
+    def _heard(self, event: Event) -> None:
+        if self.world.run is None:
+            return
+        if event.kind == "round":
+            self.witness.told(self.world.run, event.detail["round"])
+        if event.kind == "lost":
+            self.num_lost += 1
+            if self.num_lost == 1:
+                replies = self.world.run.fleet.ahead.work.attempt.replies
+                self.accepted = [name.partition("#")[0] for name in replies if "/w2#" in name]
+            self.lost()
+
+    async def first_loss(self) -> None:
+        while not self.num_lost:
+            await self.world.clock.sleep(0.01)
+
+    def start_again(self, then: Callable[[], None] = lambda: None) -> None:
+        """The coordinator dies now."""
+        self.world.kill_coordinator()
+        self.world.later(1.0, lambda: self.world.restart().add_done_callback(lambda _: then()))
+
+    async def took_part(self) -> list[str]:
+        """To the end: whose work counted in each round."""
+        while self.world.run is None or not self.world.training_is_over:
+            await self.world.clock.sleep(0.01)
+            if self.world.run is not None:
+                self.witness.glance(self.world.run)
+        await self.world.finish()
+        return [",".join(event.detail["workers"]) for event in self.world.events if event.kind == "round"]
+
+
+@pytest.mark.parametrize("overlap", [2, 6], ids=["within a segment", "over two segments"])
+@pytest.mark.parametrize("restart", ["none", "before it is written down", "after it is written down"])
+def test_nothing_counts_that_follows_a_refused_update(overlap: int, restart: str, tmp_path: Path) -> None:
+    async def main() -> list[str]:
+        played = SlowLink(overlap, tmp_path)
+
+        def refuse() -> None:
+            """The update of "3b", as one whose norm is over the limit."""
+            assert played.world.run is not None
+            intake = played.world.run.intake
+            check = intake._check_object
+
+            def checked(lease: OpenLease, digest: str) -> None:
+                if lease.message.key.startswith("3b/w2#"):
+                    raise Refused("its norm is over the limit")
+                check(lease, digest)
+
+            intake._check_object = checked
+
+        def lost() -> None:
+            if restart == "before it is written down" and played.num_lost == 1:
+                played.start_again(then=refuse)
+
+        played.lost = lost
+        await played.world.start()
+        refuse()
+        await played.first_loss()
+        if restart == "after it is written down":
+            await played.world.clock.sleep(0.01)
+            played.start_again()
+        took_part = await played.took_part()
+        assert "4a/w2" in played.accepted
+        assert played.num_lost == (2 if restart == "before it is written down" else 1)
+        return took_part
+
+    took_part = run_virtual(main())
+    assert took_part[:5] == [*["w1,w2,w3"] * 3, "w1,w3", "w1,w3"]
+    assert len(took_part) == 8 and took_part[-1] == "w1,w2,w3"
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["none", "once it was handed out"])
+def test_nothing_is_handed_out_after_work_that_was_lost_meanwhile(restart: bool, tmp_path: Path) -> None:
+    """ "3b" is lost while "4b" is being handed out, which follows it."""
+
+    async def main() -> list[str]:
+        played = SlowLink(6, tmp_path)
+        await played.world.start()
+        run = played.world.run
+        assert run is not None
+        specs, issue = run.fleet.encoding.specs, run.ledger.issue
+
+        async def losing(task: str, units: Mapping[WorkerId, float]) -> dict[WorkerId, str]:
+            if run.state is not None and run.state.round == 3 and not played.num_lost:
+                (lease,) = (x for x in run.fleet.book.of(WorkerId("w2")) if x.message.key.startswith("3b/"))
+                await run.fleet.lose(lease, "its worker has no more time")
+            return await specs(task, units)
+
+        def issued(round: int, attempt: int, leases: Iterable[LeaseRow], deal: Any) -> None:
+            rows = list(leases)
+            issue(round, attempt, rows, deal)
+            if restart and any(row.key.startswith("4b/w2#") for row in rows):
+                played.start_again()
+
+        run.fleet.encoding.specs, run.ledger.issue = losing, issued
+        took_part = await played.took_part()
+        assert "4a/w2" in played.accepted
+        assert played.num_lost == 1
+        return took_part
+
+    took_part = run_virtual(main())
+    assert took_part[:5] == [*["w1,w2,w3"] * 3, "w1,w3", "w1,w3"]
+    assert len(took_part) == 8 and took_part[-1] == "w1,w2,w3"

@@ -11,8 +11,7 @@ from torch import Tensor
 from potluck.codecs.bundle import Bundle
 from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
-from potluck.fleet.leases import AHEAD, FLOATING
-from potluck.protocol import pb
+from potluck.protocol import AHEAD, FLOATING, pb
 from potluck.types.errors import InvalidUpdate
 from potluck.types.params import Layout
 from potluck.types.vector import Vector

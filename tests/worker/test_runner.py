@@ -12,8 +12,7 @@ from torch import Tensor
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.codecs.bundle import pack_tensors
-from potluck.fleet.leases import AHEAD
-from potluck.protocol import pb
+from potluck.protocol import AHEAD, pb
 from potluck.simulator.exact.problem import Problem
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import RunSpec

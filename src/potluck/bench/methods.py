@@ -5,19 +5,20 @@
 Four workers; the corpus, the virtual clock and the shipping coordinator and workers are those of `bench convergence`.
 A link carries the model in fp32 up in 16 inner steps and down in 4, as 20 and 100 Mbit/s do with GPT-2 and steps of
 12 s. Methods for machines of unequal speed have steps of 4, 4, 2 and 1 s, the others of 1 s. A method whose inner
-optimizer is plain SGD is compared with synchronous SGD. Each takes the best of a few inner rates, found with the first
-seed and half of the steps, and trains for all of them with every seed; whether progress rises with length is shown
-with the first. Bytes are those by which its longer run has more, which no worker's first copy of the model is among.
+optimizer is plain SGD is compared with synchronous SGD. Each has an inner rate that `tune` found the best of a few with
+the first seed and half of the steps, and trains with every seed; whether progress rises with length is shown with the
+first. Bytes are those by which its longer run has more, which no worker's first copy of the model is among.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -32,6 +33,7 @@ from safetensors.torch import load_file, save_file
 
 from potluck.aggregation.config import AggregationConfig
 from potluck.bench.convergence import Absence, Conditions, Lab, Setting, Trained, num_workers
+from potluck.bench.records import Records
 from potluck.coordinator.prepare import sketch
 from potluck.coordinator.recipe import load_recipe
 from potluck.planner.flops import step_work
@@ -72,7 +74,7 @@ class Method:
     strategy: type[Any]
     config: type[BaseModel]
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    lrs: tuple[float, ...] = (4e-3, 2e-3)
+    lrs: tuple[float, ...] = (4e-3, 2e-3)  # inner rates, the best one first
     inner: Mapping[str, Any] = field(default_factory=dict[str, Any])
     codecs: tuple[str, str] = ("int8", "bf16")  # up, down
     rule: str = "mean"
@@ -82,7 +84,9 @@ class Method:
     @property
     def balances(self) -> bool:
         """Whether slower machines may take fewer steps."""
-        return self.strategy not in (SyncSGD, StreamingDiLoCo) and not self.options.get("control_variates")
+        if self.strategy is FedAvg:
+            return bool(self.options.get("normalised"))
+        return self.strategy not in (SyncSGD, StreamingDiLoCo)
 
     def made(self) -> Strategy:
         return self.strategy(self.config.model_validate(dict(self.options)))
@@ -107,6 +111,7 @@ _streaming = partial(
         "num_inner_steps": 64, "num_fragments": 2, "overlap_steps": 2, "mixing": 0.5, "outer_lr": 0.7,
         "outer_momentum": 0.6,
     },
+    lrs=(2e-3, 4e-3),
 )  # fmt: skip
 _async = partial(Method, strategy=AsyncDiLoCo, config=AsyncDiLoCoConfig, is_unequal=True, codecs=("int8+ef", "bf16"))
 _fed_avg = partial(Method, strategy=FedAvg, config=FedAvgConfig)
@@ -114,13 +119,13 @@ _adaptive = {"betas": (0.5, 0.99), "tau": 0.01}
 _plain = {"optimizer": "sgd", "weight_decay": 0.0}
 
 methods: dict[str, Method] = {
-    reference: _sync(lrs=(8e-3, 4e-3)),
-    plain_reference: _sync(lrs=(2.0, 1.0), inner=_plain),
-    alone: _sync(lrs=(2e-3, 1e-3), workers=1),
+    reference: _sync(lrs=(4e-3, 8e-3)),
+    plain_reference: _sync(lrs=(1.0, 2.0), inner=_plain),
+    alone: _sync(lrs=(1e-3, 2e-3), workers=1),
     "diloco": _diloco(options={"num_inner_steps": 20, "outer_lr": 0.7, "outer_momentum": 0.3}),
     "diloco, Muon": _diloco(
         options={"num_inner_steps": 20, "outer_lr": 0.7, "outer_momentum": 0.6},
-        inner={"optimizer": "muon"}, lrs=(8e-3, 4e-3),
+        inner={"optimizer": "muon"}, lrs=(4e-3, 8e-3),
     ),
     "streaming_diloco, int4": _streaming(),
     "streaming_diloco, int4, Muon": _streaming(inner={"optimizer": "muon"}),
@@ -132,17 +137,17 @@ methods: dict[str, Method] = {
         options={"num_inner_steps": 20, "outer_lr": 0.7, "outer_momentum": 0.3}
     ),
     "async_diloco with a quorum": _async(
-        options={"num_inner_steps": 20, "quorum": 0.75, "outer_lr": 0.7, "outer_momentum": 0.6}
+        options={"num_inner_steps": 20, "quorum": 0.75, "outer_lr": 0.7, "outer_momentum": 0.3}
     ),
     "fed_avg": _fed_avg(options={"num_inner_steps": 20}),
-    "fed_avg, momentum": _fed_avg(options={"num_inner_steps": 20, "outer_lr": 0.7, "outer_momentum": 0.6}),
+    "fed_avg, momentum": _fed_avg(options={"num_inner_steps": 20, "outer_lr": 0.7, "outer_momentum": 0.3}),
     "fed_avg, proximal": _fed_avg(options={"num_inner_steps": 20, "proximal": 0.01}),
-    "fed_avg, Adam": _fed_avg(options={"num_inner_steps": 20, "outer": "adam", "outer_lr": 0.025, **_adaptive}),
-    "fed_avg, Yogi": _fed_avg(options={"num_inner_steps": 20, "outer": "yogi", "outer_lr": 0.025, **_adaptive}),
+    "fed_avg, Adam": _fed_avg(options={"num_inner_steps": 16, "outer": "adam", "outer_lr": 0.025, **_adaptive}),
+    "fed_avg, Yogi": _fed_avg(options={"num_inner_steps": 16, "outer": "yogi", "outer_lr": 0.025, **_adaptive}),
     "fed_avg, Adagrad": _fed_avg(options={"num_inner_steps": 20, "outer": "adagrad", "outer_lr": 0.06, **_adaptive}),
-    "fed_avg, normalised": _fed_avg(options={"num_inner_steps": 20, "normalised": True}, is_unequal=True),
+    "fed_avg, normalised": _fed_avg(options={"num_inner_steps": 10, "normalised": True}, is_unequal=True),
     "scaffold, plain SGD": _fed_avg(
-        options={"num_inner_steps": 20, "control_variates": True}, inner=_plain, lrs=(2.0, 1.0)
+        options={"num_inner_steps": 20, "control_variates": True}, inner=_plain, lrs=(1.0, 2.0)
     ),
 }  # fmt: skip
 
@@ -157,6 +162,15 @@ class Job:
     seed: int
     folder: Path
     fleet: str = ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that its result depends on."""
+        whole = f"{methods[self.method]!r} {sizes!r} {up_steps} {down_steps}".encode()
+        return {
+            "method": self.method, "lr": self.lr, "steps": self.num_steps, "seed": self.seed, "fleet": self.fleet,
+            "of": hashlib.blake2b(whole, digest_size=8).hexdigest(),
+        }  # fmt: skip
 
 
 def _at_sites(method: Method, fleet: str, *, seed: int, model_bytes: float) -> Conditions:
@@ -195,12 +209,13 @@ def _at_sites(method: Method, fleet: str, *, seed: int, model_bytes: float) -> C
 
 
 def bench_methods(
-    *, seeds: int = 1, first_seed: int = 1, only: str = "", steps: int = 0, fleet: str = "", picture: str = "",
-    processes: int = 0, told: Callable[[str], None] = lambda _: None,
+    *, seeds: int = 1, first_seed: int = 1, only: str = "", steps: int = 0, tune: bool = False, fleet: str = "",
+    picture: str = "", record: str = "", processes: int = 0, told: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Means over seeds. `only` are names of methods, separated by semicolons; `steps` of each worker, 0 for 2,560;
-    `fleet` is a fleet file whose machines are the workers, with the steps and bytes of the recipe `five_sites`;
-    `picture` is where an SVG is written: loss against time, and against bytes."""
+    with `tune` all inner rates are tried; `fleet` is a fleet file whose machines are the workers, with the steps and
+    bytes of the recipe `five_sites`; `picture` is where an SVG is written: loss against time, and against bytes. Runs
+    that the file `record` has are not done again, and it takes in those that are done."""
     num_steps, began = steps or sizes.num_steps, time.monotonic()
     chosen = {name.strip() for name in only.split(";")} if only else set(methods)
     if unknown := chosen - set(methods):
@@ -208,20 +223,24 @@ def bench_methods(
     names = [name for name in methods if name in chosen or name in (reference, plain_reference, alone)]
     best: dict[str, float] = {}
     found: dict[tuple[str, int], list[Trained]] = {}
+    records = Records(Path(record) if record else None)
     with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=_memory_disk()) as folder, _pool(processes) as pool:
         for seed in range(first_seed, first_seed + seeds):
             job = partial(Job, seed=seed, folder=Path(folder), fleet=fleet)
             start = pool.submit(_warm, Path(folder), seed).result()
             told(f"seed {seed}: the common start has {start:.4f} ({time.monotonic() - began:.0f} s)")
             if seed == first_seed:
-                short = [job(method=n, lr=lr, num_steps=num_steps // 2) for n in names for lr in methods[n].lrs]
-                done = _all(pool, short, told)
+                short = [
+                    job(method=name, lr=lr, num_steps=num_steps // 2)
+                    for name in names for lr in (methods[name].lrs if tune else methods[name].lrs[:1])
+                ]  # fmt: skip
+                done = _all(pool, short, records, told)
                 for name in names:
                     tried = [each for each in short if each.method == name]
                     best_one = min(tried, key=lambda each: done[each].loss)
                     best[name], found[name, num_steps // 2] = best_one.lr, [done[best_one]]
             whole = [job(method=name, lr=best[name], num_steps=num_steps) for name in names]
-            for each, trained in _all(pool, whole, told).items():
+            for each, trained in _all(pool, whole, records, told).items():
                 found.setdefault((each.method, num_steps), []).append(trained)
     if picture:
         Path(picture).write_text(charts_svg(_charts({name: found[name, num_steps][0] for name in names})))
@@ -233,12 +252,18 @@ def bench_methods(
     return figures
 
 
-def _all(pool: Executor, jobs: Sequence[Job], told: Callable[[str], None]) -> dict[Job, Trained]:
-    done: dict[Job, Trained] = {}
-    for job, trained in zip(jobs, pool.map(_run, jobs), strict=True):
+def _all(
+    pool: Executor, jobs: Sequence[Job], records: Records, told: Callable[[str], None]
+) -> dict[Job, Trained]:  # fmt: skip
+    """In the order of the jobs."""
+    done = {job: trained for job in jobs if (trained := records.get(job.settings)) is not None}
+    running = {pool.submit(_run, job): job for job in jobs if job not in done}
+    for future in as_completed(running):
+        job, trained = running[future], future.result()
         told(f"seed {job.seed}: {job.method}, lr {job.lr:g}, {job.num_steps} steps: {trained.loss:.4f}")
+        records.add(job.settings, trained)
         done[job] = trained
-    return done
+    return {job: done[job] for job in jobs}
 
 
 def _memory_disk() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,7 +17,8 @@ from potluck.transport.memory import Link
 
 
 class Watched:
-    """Utilisation is the share of the workers' time in which they train; counted, that of training which a commit used.
+    """Utilisation is the share of the workers' time in which they train, also what is lost or done again; counted, that
+    of training which a commit used.
 
     `model` takes the parameters of a commit, `held_out` is what it is judged by: [sequences, seq_len + 1]. `on_commit`
     is called after each.
@@ -27,27 +29,31 @@ class Watched:
         on_commit: Callable[[], None],
     ) -> None:  # fmt: skip
         self.world = world
-        self.joined_bytes: dict[str, int] = {}  # that a worker had received when it began its first steps
+        self.joined_bytes: dict[
+            str, int
+        ] = {}  # that a worker had received when it began its first steps, for these too
         self._model, self._held_out, self._on_commit = model, held_out.long(), on_commit
         self._batch_size, self._step_tokens = batch_size, batch_size * seq_len
         self._step_s: dict[str, float] = {}
-        self._trained: list[tuple[float, float]] = []  # when it began, and seconds
+        self._trained: list[tuple[float, float]] = []  # from when to when
+        self._began = math.inf  # the first step
         self._ended = 0.0  # the last commit
         world.on_event = self._heard
 
     def add(self, name: str, *, step_s: float, link: Link) -> None:
         """A worker whose inner steps take so long."""
         self._step_s[name] = step_s
-        self.world.add(name, link=link, cost_s=self._cost(name))
+        self.world.add(name, link=link, cost_s=self._cost(name), passed=self._passed)
 
     @property
     def seconds(self) -> float:
         """From the first step that any worker takes to the last commit."""
-        return self._ended - min(at for at, _ in self._trained)
+        return self._ended - self._began
 
     @property
     def utilisation(self) -> float:
-        return sum(max(min(took_s, self._ended - at), 0.0) for at, took_s in self._trained) / self._worker_s
+        """Of a run that has ended."""
+        return sum(max(min(end, self._ended) - begin, 0.0) for begin, end in self._trained) / self._worker_s
 
     @property
     def counted_utilisation(self) -> float:
@@ -77,9 +83,12 @@ class Watched:
 
     def _cost(self, name: str) -> Callable[[pb.Lease], float]:
         def cost_s(lease: pb.Lease) -> float:
-            took_s = self._step_s[name] * lease.num_sequences / self._batch_size
-            self._trained.append((self.world.clock.now(), took_s))
-            self.joined_bytes.setdefault(name, self.world.object_bytes_down.get(name, 0))
-            return took_s
+            if lease.num_sequences:  # else it is a validation
+                self._began = min(self._began, self.world.clock.now())
+                self.joined_bytes.setdefault(name, self.world.object_bytes_down.get(name, 0))
+            return self._step_s[name] * lease.num_sequences / self._batch_size
 
         return cost_s
+
+    def _passed(self, began: float, ended: float) -> None:
+        self._trained.append((began, ended))

@@ -13,12 +13,20 @@ from pathlib import Path
 from torch import Tensor
 
 from potluck.codecs.base import codec
-from potluck.codecs.bundle import Bundle, write_flat_slices
+from potluck.codecs.bundle import Bundle, Chosen, flat_size, write_flat_slices
 from potluck.types.errors import CorruptError
 from potluck.types.params import Layout
 
 WHOLE = "params"
 CHANGE = "change"
+max_way = 8
+"""Differences in a row that a worker adds up: each is a pass over the whole model."""
+
+
+def longest_way(layout: Layout, chosen: Chosen) -> int:
+    """How many differences in a row together take less than the whole version; one at least, `max_way` at most."""
+    whole, change = flat_size(WHOLE, layout, codec("fp32")), flat_size(CHANGE, layout, chosen)
+    return max(1, min((whole - 1) // change, max_way))
 
 
 def write_sum(path: Path, base: Path, change: Path, layout: Layout) -> None:

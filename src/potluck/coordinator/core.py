@@ -25,9 +25,9 @@ from potluck.coordinator.plan import Plan
 from potluck.coordinator.uploads import Uploads
 from potluck.fleet.head import HEAD
 from potluck.fleet.intake import Intake
-from potluck.fleet.leases import AHEAD, FLOATING
 from potluck.fleet.live import LiveFleet
 from potluck.fleet.roster import Roster
+from potluck.protocol import AHEAD, FLOATING
 from potluck.storage.database import Database
 from potluck.storage.files import rest
 from potluck.storage.ledger import MARK, CommitRow, Ledger, Operation

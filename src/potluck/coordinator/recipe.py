@@ -83,7 +83,8 @@ class CodecConfig(BaseModel):
     down: str = Field(
         default="fp32",
         description=f"parameters, from the coordinator to the workers: {_down_codecs}; any codec with `-delta` after "
-        "it sends differences between versions",
+        "it sends differences between versions: to who is several behind as many as take less than the whole, which is "
+        "fp32; `async_diloco` without a quorum has each worker as many versions behind as there are workers",
     )
     up_rules: list[dict[str, Any]] = Field(
         default=[],

@@ -15,7 +15,7 @@ from potluck.coordinator.core import Coordinator
 from potluck.coordinator.status import snapshot
 from potluck.coordinator.twins import Twins
 from potluck.fleet.leases import OpenLease
-from potluck.fleet.roster import LeaseId, Member, missed_heartbeats
+from potluck.fleet.roster import Member, missed_heartbeats
 from potluck.fleet.spread import Lane
 from potluck.fleet.watch import tick_s
 from potluck.protocol import check_version, parse, pb, upload_purpose, version
@@ -27,7 +27,7 @@ from potluck.transport.inline import Assembler, frames
 from potluck.transport.pace import PacedChannel
 from potluck.types.disk import full_disk_named
 from potluck.types.errors import ConnectionLost, CorruptError, Refused, ResourceError
-from potluck.types.ids import Digest, WorkerId
+from potluck.types.ids import Digest, LeaseId, WorkerId
 from potluck.types.profile import DeviceProfile
 
 MAX_STRATEGY_FILES = 64

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from potluck.fleet.roster import LeaseId
-from potluck.types.ids import Digest
+from potluck.types.ids import Digest, LeaseId
 
 
 class Uploads:

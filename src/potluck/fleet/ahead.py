@@ -1,8 +1,9 @@
 """Work that is begun before what it follows has been collected: rounds that overlap.
 
 A worker's tasks are a chain: each starts from the state that the one before it leaves, whether that is committed yet or
-not. A chain breaks where one of its tasks is lost; what follows that task is lost with it. Everything here belongs to
-no round: a round that is committed takes out what it collected, and one that is discarded drops all of it.
+not. A chain breaks where one of its tasks is lost; what follows that task is lost with it, also what was answered
+already. Everything here belongs to no round: a round that is committed takes out what it collected, and one that is
+discarded drops all of it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from potluck.fleet.attempt import Attempt
-from potluck.fleet.leases import AHEAD
-from potluck.protocol import pb
+from potluck.protocol import AHEAD, pb
 from potluck.storage.ledger import LeaseRow
 from potluck.types.ids import WorkerId
 
@@ -57,23 +57,29 @@ class Ahead:
         if row.status != "lost":
             self.chains[WorkerId(row.worker)] = Chain(lease.next_version)
 
-    def broke(self, worker: WorkerId, reason: str) -> None:
-        """A task of this worker was lost."""
-        if worker in self.chains:
-            self.chains[worker].broken = reason
+    def lose(self, name: str, reason: str) -> None:
+        """This work does not count, answered or not. Of a round that is over it is known no more."""
+        if name in self.attempt.leases:
+            row = self.row(name)
+            self.attempt.lose(name, row.issue, reason)
+            self.attempt.drop_reply(name)
+            if row.worker in self.chains:
+                self.chains[WorkerId(row.worker)].broken = reason
 
-    def orphans(self) -> list[str]:
-        """Names of open work that follows work which was lost: a process died before it wrote that down."""
-        lost = {
-            version
-            for rows in self.attempt.leases.values() for row in rows[-1:] if row.status == "lost"
-            if (version := pb.Lease.FromString(row.lease).next_version)  # what was never sent leads to none
-        }  # fmt: skip
-        found: list[str] = []
-        waiting = [(n, pb.Lease.FromString(r[-1].lease)) for n, r in self.attempt.leases.items() if _open(r)]
-        while followers := [(n, lease) for n, lease in waiting if lease.base_version in lost and n not in found]:
-            found += [n for n, _ in followers]
-            lost |= {lease.next_version for _, lease in followers}
+    def orphans(self, worker: WorkerId | None = None) -> dict[str, str]:
+        """Names of work, open or answered, that follows work which was lost, each with the reason of that loss. Of one
+        worker, or of all."""
+        lost: dict[str, str] = {}  # the states that lost work leads to
+        found: dict[str, str] = {}
+        for name, rows in self.attempt.leases.items():  # each after the one that it follows
+            if worker not in (None, rows[-1].worker):
+                continue
+            lease = pb.Lease.FromString(rows[-1].lease)
+            if rows[-1].status == "lost":
+                lost[lease.next_version] = rows[-1].reason
+            elif lease.base_version in lost:
+                found[name] = lost[lease.next_version] = lost[lease.base_version]
+            lost.pop("", None)  # where what was never sent leads to, and new chains begin
         return found
 
     def under_way(self) -> list[WorkerId]:
@@ -104,10 +110,6 @@ class Ahead:
 def name_of(key: str, worker: WorkerId, round: int, attempt: int) -> str:
     """Never a name again: a late report of old work would answer the new."""
     return f"{key}/{worker}#{round}.{attempt}"
-
-
-def _open(rows: Sequence[LeaseRow]) -> bool:
-    return rows[-1].status == "open"
 
 
 def _chain_of(given: Sequence[tuple[LeaseRow, pb.Lease]]) -> Chain:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from potluck.clock import Clock
 from potluck.fleet.attempt import Attempt
-from potluck.fleet.leases import FLOATING, Lost, OpenLease
+from potluck.fleet.leases import Lost, OpenLease
 from potluck.fleet.paces import cohort
 from potluck.fleet.reduction import check_reduction
 from potluck.fleet.waiting import a_little
-from potluck.protocol import pb
+from potluck.protocol import FLOATING, pb
 from potluck.storage.ledger import Ledger, ReplyRow
 from potluck.strategies.fleet import Reduction, Reply, WorkerInfo
 from potluck.strategies.task import BoundTask

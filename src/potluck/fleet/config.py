@@ -21,7 +21,8 @@ class FleetConfig(BaseModel):
     balance: Literal["none", "time"] = Field(
         default="none",
         description="`time`: faster workers get more steps or sequences in a round and slower ones fewer, so that all "
-        "finish together, from 1 to 4 times the mean; late steps are not waited for",
+        "finish together, from 1 to 4 times the mean; nobody counts as more than 8 times as fast as the median; late "
+        "steps are not waited for",
     )
     deadlines: bool = Field(
         default=True, description="give up on work that takes far longer than the worker's past predicts"

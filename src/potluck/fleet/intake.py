@@ -20,12 +20,12 @@ from potluck.clock import Clock, Lanes
 from potluck.fleet.data import num_trained
 from potluck.fleet.leases import OpenLease
 from potluck.fleet.live import LiveFleet
-from potluck.fleet.roster import LeaseId, Member
+from potluck.fleet.roster import Member
 from potluck.protocol import pb
 from potluck.storage.digest import check_digest
 from potluck.strategies.task import installed
 from potluck.types.errors import CorruptError, Refused
-from potluck.types.ids import WorkerId
+from potluck.types.ids import LeaseId, WorkerId
 from potluck.types.profile import DeviceProfile
 from potluck.types.untrusted import printable
 
@@ -183,10 +183,11 @@ class Intake:
             elif lease.expects is not None:
                 raise Refused(f"the result of {lease.message.task} has no {lease.expects.name}")
         except Refused as refused:
+            is_lost = bool(result.object) and await self._lanes.compute.run(self._is_lost, result.object)
             if lease.id not in self._fleet.book.open:  # the round ended, and what was sent may be gone since
                 self._verdict(member, lease.id, "dropped", "nobody waits for it any more")
                 return
-            if result.object and await self._lanes.compute.run(self._is_lost, result.object):
+            if is_lost:
                 self._verdict(member, (result.round, result.attempt, result.key), "missing", "send it again")
                 return
             fault = printable(str(refused), MAX_ERROR_LENGTH)  # it may quote what was sent

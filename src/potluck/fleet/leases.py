@@ -10,18 +10,12 @@ from dataclasses import dataclass, field
 
 from potluck.fleet.claims import Claims
 from potluck.fleet.config import FleetConfig
-from potluck.fleet.roster import LeaseId, Member, absence, heard_until, silence
+from potluck.fleet.roster import Member, absence, heard_until, silence
 from potluck.planner.deadline import deadline_s
-from potluck.protocol import pb
+from potluck.protocol import AHEAD, pb
 from potluck.storage.ledger import ReplyRow
 from potluck.strategies.fleet import Reduction, WorkerInfo
-from potluck.types.ids import WorkerId
-
-FLOATING = (1 << 40) - 1
-"""The round under which work is kept that may outlive rounds: `next` and sessions."""
-
-AHEAD = FLOATING - 1
-"""The round under which work is kept that is begun before the rounds that collect it: `enqueue`."""
+from potluck.types.ids import LeaseId, WorkerId
 
 restart_grace = 5.0
 """After a restart of the coordinator workers have this many times `reconnect_s` to find it again."""

@@ -26,17 +26,17 @@ from potluck.fleet.cutting import Cutting
 from potluck.fleet.data import DataPlane
 from potluck.fleet.encoding import UpEncoding
 from potluck.fleet.head import HEAD, HeadWork, credit
-from potluck.fleet.leases import AHEAD, FLOATING, LeaseBook, Lost, OpenLease, Outcome, wire_attempt
+from potluck.fleet.leases import LeaseBook, Lost, OpenLease, Outcome, wire_attempt
 from potluck.fleet.overlap import Overlap
 from potluck.fleet.paces import Paces, cohort, facts
 from potluck.fleet.publisher import Publisher
 from potluck.fleet.reduction import Updates, check_reduction
-from potluck.fleet.roster import LeaseId, Roster
+from potluck.fleet.roster import Roster
 from potluck.fleet.sessions import Sessions
 from potluck.fleet.spread import Spreader
 from potluck.fleet.waiting import until_here
 from potluck.fleet.watch import Watch, tick_s
-from potluck.protocol import pb
+from potluck.protocol import AHEAD, FLOATING, pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
@@ -44,7 +44,7 @@ from potluck.strategies.fleet import Head, HeadResult, Op, Reduction, Replies, R
 from potluck.strategies.run import RunFacts
 from potluck.strategies.task import BoundTask, EncodedArguments, Result, encode_arguments, handles
 from potluck.types.errors import RoundFailed
-from potluck.types.ids import Digest, WorkerId
+from potluck.types.ids import Digest, LeaseId, WorkerId
 from potluck.types.params import Params
 
 max_task_failures = 3
@@ -227,15 +227,15 @@ class LiveFleet:
 
     async def log_loss(self, lease: OpenLease, reason: str) -> None:
         message = lease.message
-        deal = self.data.to_json() if message.round >= AHEAD else None  # of a round it is written when that ends
-        if message.round >= AHEAD:
-            self._holder(message.round).lose(message.key, lease.issue, reason)
+        if message.round == AHEAD:
+            return await self.ahead.lose(lease, reason)
+        deal = self.data.to_json() if message.round == FLOATING else None  # of a round it is written when that ends
+        if message.round == FLOATING:
+            self.floating.lose(message.key, lease.issue, reason)
         await self._lanes.ledger.run(
             self.ledger.settle, message.round, lease.attempt, message.key, lease.issue, "lost", reason, deal,
             self.paces.kept(lease.worker, message.num_sequences),
         )  # fmt: skip
-        if message.round == AHEAD:
-            await self.ahead.broke(lease, reason)
 
     def _holder(self, round: int) -> Attempt:
         """Where work is kept."""

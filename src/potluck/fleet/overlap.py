@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from potluck.fleet.ahead import Ahead, name_of
 from potluck.fleet.attempt import Attempt, read_attempt
-from potluck.fleet.leases import AHEAD, Lost, OpenLease, Outcome
+from potluck.fleet.leases import Lost, OpenLease, Outcome
 from potluck.fleet.paces import HOLDING, UNDER_WAY
 from potluck.fleet.reduction import check_reduction
-from potluck.protocol import pb
+from potluck.protocol import AHEAD, pb
 from potluck.storage.ledger import LeaseRow, Ledger, ReplyRow
-from potluck.strategies.fleet import Reduction, Replies
+from potluck.strategies.fleet import Reduction, Replies, Reply, summed
 from potluck.strategies.task import BoundTask
 from potluck.types.errors import RoundFailed
 from potluck.types.ids import Digest, WorkerId
@@ -64,6 +65,7 @@ class Overlap:
             expects=reduce,
             bases={w: chain.tip for w, chain in chains.items()},
         )
+        await self._lose_orphans()  # what it follows may have been lost while this was written down
 
     async def collect(self, keys: Sequence[str], min_replies: int, reduce: Reduction | None) -> Replies:
         outcomes: dict[str, dict[WorkerId, Outcome]] = {}
@@ -80,8 +82,9 @@ class Overlap:
         for row in rows:
             self._fleet.now.consumed[row.key] = row
         final = [row for w in whole if isinstance(row := last[w], ReplyRow)]
-        value = await self._fleet.reduced(final, reduce) if reduce else None
-        return Replies(replies=tuple(self._fleet.reply_of(row) for row in rows), value=value)
+        replies = tuple(self._fleet.reply_of(row) for row in rows)
+        value = await self._fleet.reduced(final, _of_all_parts(reduce, replies)) if reduce else None
+        return Replies(replies=replies, value=value)
 
     async def _outcome(self, name: str, expects: Reduction | None) -> Outcome:
         """Of one task, once it is there."""
@@ -101,9 +104,7 @@ class Overlap:
             if rows[-1].status == "open":
                 lease = self._fleet.attach(rows[-1], attempt=0, expects=None)
                 lease.claimed, lease.is_taken_over = False, True
-        for name in self.work.orphans():
-            for lease in [x for x in self._fleet.book.open.values() if x.message.key == name]:
-                await self._fleet.lose(lease, "the work before it was lost")
+        await self._lose_orphans()
 
     def begin(self, here: Sequence[WorkerId]) -> dict[str, Any]:
         """An attempt begins, with these workers: what is decided for it."""
@@ -112,14 +113,32 @@ class Overlap:
         holding = [w for w in here if (v := versions.get(w)) and lacking.get(f"lacks/{w}") != v]
         return {UNDER_WAY: self.work.under_way(), HOLDING: holding}
 
-    async def broke(self, lost: OpenLease, reason: str) -> None:
-        """What was begun after a task that is lost cannot start."""
-        self.work.broke(lost.worker, reason)
-        followers = [x for x in self._fleet.book.of(lost.worker) if x.message.base_version == lost.message.next_version]
-        for lease in followers:
-            if lease.id in self._fleet.book.open:
-                self._fleet.give_up(lease, reason)
-                await self._fleet.log_loss(lease, reason)
+    async def lose(self, lease: OpenLease, reason: str) -> None:
+        """A task is lost, and with it what was begun after it, answered or not: seen at once, then written down."""
+        self.work.lose(lease.message.key, reason)
+        await self._write_losses({lease.message.key: reason, **self._drop_orphans(lease.worker)}, lease)
+
+    async def _lose_orphans(self) -> None:
+        """What was handed out while the task before it was lost, or whose loss an earlier process did not write."""
+        if lost := self._drop_orphans():
+            await self._write_losses(lost)
+
+    def _drop_orphans(self, worker: WorkerId | None = None) -> dict[str, str]:
+        """Take back what follows lost work, of one worker or of all, and give the reasons by name."""
+        under_way = {x.message.key: x for x in self._fleet.book.open.values() if x.message.round == AHEAD}
+        orphans = self.work.orphans(worker)
+        self._return_data(orphans)
+        for name, reason in orphans.items():
+            if name in under_way:
+                self._fleet.give_up(under_way[name], reason)
+            self.work.lose(name, reason)
+        return orphans
+
+    async def _write_losses(self, reasons: Mapping[str, str], late: OpenLease | None = None) -> None:
+        """`late`: the task whose loss tells something of its worker's pace."""
+        pace = self._fleet.paces.kept(late.worker, late.message.num_sequences) if late else {}
+        deal = self._fleet.data.to_json()
+        await self._lane.run(self._ledger.withdraw, AHEAD, 0, reasons, deal, pace)
 
     async def lacks_state(self, worker: WorkerId) -> None:
         """Its machine has not what its last committed task left there."""
@@ -153,6 +172,21 @@ class Overlap:
     def objects(self) -> set[Digest]:
         """Results of all that no committed round has taken out."""
         return {Digest(row.object) for row in self.work.attempt.replies.values() if row.object}
+
+
+def _of_all_parts(reduction: Reduction, replies: Sequence[Reply]) -> Reduction:
+    """The same mean of the last replies of their workers, where each weighs what all of its worker's do together."""
+    if not reduction.mean or not reduction.weight:
+        return reduction
+    by_worker: dict[WorkerId, list[Reply]] = {}
+    for reply in replies:
+        by_worker.setdefault(reply.worker, []).append(reply)
+    factors = {
+        parts[-1].key: reduction.factor(worker, parts[-1].key)
+        * (summed(parts, reduction.weight) / summed(parts[-1:], reduction.weight))
+        for worker, parts in by_worker.items()
+    }
+    return replace(reduction, factors=factors)
 
 
 def _unsent(name: str, bound: BoundTask) -> bytes:

@@ -1,8 +1,9 @@
 """What workers get of the model: handles as objects, each encoded once and served to everyone.
 
 With a delta codec on the downlink, each version is published twice: whole, in fp32, for those who join, and as the
-difference to the version before for those who hold that. Which versions there are is written down, since a version
-cannot be made again without the one before it.
+difference to the version before for those who hold that. As many differences are kept as together take less than the
+whole; who is further behind fetches that. Which versions there are is written down, since a version cannot be made
+again without the one before it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from potluck.clock import Executor
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import Bundle, Chosen, flat_size, write_flat_slices
-from potluck.codecs.delta import CHANGE, WHOLE, write_sum
+from potluck.codecs.delta import CHANGE, WHOLE, longest_way, write_sum
 from potluck.protocol import pb
 from potluck.storage.digest import check_digest
 from potluck.storage.files import write_atomic
@@ -31,8 +32,6 @@ from potluck.types.errors import CorruptError, InvalidUpdate, Refused
 from potluck.types.ids import Digest
 from potluck.types.params import Fragment, Layout, Params, Part
 
-max_chain = 3
-"""Differences that are kept: who missed more rounds than that fetches the whole."""
 largest_change = 0.5
 """A version further than this share of its norm from the one before is published whole only."""
 
@@ -108,12 +107,16 @@ class Publisher:
         if self._run.down.is_delta and base is not None and self._objects.has(base):
             delta = self._delta_or_none(base, handle, layout)
             if delta is not None:
-                self._deltas[name] = [*self._deltas.get(name, []), delta][-max_chain:]
+                self._keep(name, delta, layout)
                 return delta.target
         whole = codec("fp32") if self._run.down.is_delta else self._run.down_policy
         with self._scratch(WHOLE, whole, layout) as path, self._params.reading(handle) as read:
             write_flat_slices(path, WHOLE, read, layout, whole)
             return self._objects.adopt(path)
+
+    def _keep(self, name: str, delta: Delta, layout: Layout) -> None:
+        num_kept = longest_way(layout, self._run.down_policy)
+        self._deltas[name] = [*self._deltas.get(name, []), delta][-num_kept:]
 
     def _delta_or_none(self, base: Digest, handle: Params, layout: Layout) -> Delta | None:
         try:

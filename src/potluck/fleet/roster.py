@@ -12,16 +12,13 @@ from potluck.fleet.config import FleetConfig
 from potluck.protocol import pb
 from potluck.strategies.fleet import WorkerInfo
 from potluck.types.back_off import BackOff
-from potluck.types.ids import WorkerId
+from potluck.types.ids import LeaseId, WorkerId
 from potluck.types.profile import DeviceProfile
 
 missed_heartbeats = 3
 most_reports_per_s = 150.0
 """Of all workers together: a larger fleet is asked for fewer signs of life from each."""
 history_length = 16
-
-LeaseId = tuple[int, int, str]
-"""(round, attempt on the wire, key): names a lease in messages."""
 
 
 @dataclass(kw_only=True)

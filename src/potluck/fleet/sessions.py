@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from potluck.fleet.leases import FLOATING, OpenLease
+from potluck.fleet.leases import OpenLease
 from potluck.fleet.waiting import a_little
+from potluck.protocol import FLOATING
 from potluck.storage.ledger import Ledger, ReplyRow
 from potluck.strategies.fleet import Reply
 from potluck.strategies.task import BoundTask, encode_arguments, handles

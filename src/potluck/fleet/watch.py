@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from potluck.clock import Clock
 from potluck.fleet.config import FleetConfig
-from potluck.fleet.leases import AHEAD, FLOATING, LeaseBook, OpenLease, is_stuck, loss, may_be_lost_at, overdue
+from potluck.fleet.leases import LeaseBook, OpenLease, is_stuck, loss, may_be_lost_at, overdue
 from potluck.fleet.roster import Member, Roster, absence
+from potluck.protocol import AHEAD, FLOATING
 from potluck.types.ids import WorkerId
 
 tick_s = 0.5

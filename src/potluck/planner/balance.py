@@ -6,6 +6,9 @@ f_i are worker i's seconds of a round that do not grow with its work (transfers)
 the number of workers. The common end is bisected, each n_i rounded down, and what is left given one by one to whoever
 would end first with it, which is optimal for such finish times. DyLU (Liu et al. 2024, arXiv:2401.09135) sets
 n_i = N s_min / s_i instead, which knows no links and makes rounds smaller the slower the slowest worker is.
+
+Paces are what workers say: one that says it is far faster than the others would get the work of all. So nobody is taken
+to be more than `most_ahead` times as fast as the median.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from __future__ import annotations
 import heapq
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from potluck.planner.cost import device_cost
 from potluck.planner.flops import Work, adamw_passes
@@ -24,6 +27,8 @@ from potluck.types.profile import DeviceProfile, LinkRates
 
 largest_share = 4
 """A worker gets at most so many times the mean: replicas that run on alone for longer drift apart."""
+most_ahead = 8
+"""No worker counts as more times as fast as the median one."""
 least_gain = 0.05
 """A plan that makes the round shorter by less is not worth unequal work: every worker gets the same."""
 num_recent = 3
@@ -53,6 +58,11 @@ class Pace:
         return self.fixed_s + num_units * self.unit_s
 
 
+def fastest_s(unit_s: Collection[float]) -> float:
+    """Seconds that the fastest of these workers takes for a unit of work, as far as it is believed; inf for none."""
+    return max(min(unit_s), statistics.median(unit_s) / most_ahead) if unit_s else math.inf
+
+
 def balanced(paces: Mapping[WorkerId, Pace | None], *, mean_units: int) -> dict[WorkerId, int]:
     """Units of work for each worker: `mean_units` on average, and exactly that for all where nothing else pays.
 
@@ -66,7 +76,8 @@ def balanced(paces: Mapping[WorkerId, Pace | None], *, mean_units: int) -> dict[
     middle = Pace(
         unit_s=statistics.median(p.unit_s for p in known), fixed_s=statistics.median(p.fixed_s for p in known)
     )
-    filled = [paces[worker] or middle for worker in workers]
+    least = fastest_s([p.unit_s for p in known])
+    filled = [replace(p, unit_s=max(p.unit_s, least)) for p in (paces[worker] or middle for worker in workers)]
     counts = _fastest(filled, mean_units)
     longest_s = max(pace.finish_s(count) for pace, count in zip(filled, counts, strict=True))
     if longest_s > (1 - least_gain) * max(pace.finish_s(mean_units) for pace in filled):

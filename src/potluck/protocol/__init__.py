@@ -8,6 +8,10 @@ from potluck.types.errors import Refused, VersionMismatch
 M = TypeVar("M")
 
 MAJOR, MINOR = 1, 0
+FLOATING = (1 << 40) - 1
+"""The round of leases for work that may outlive rounds: `next`, `gather` and sessions."""
+AHEAD = FLOATING - 1
+"""The round of leases for work that is begun before the rounds that collect it: `enqueue`."""
 
 
 def version() -> pb.Version:

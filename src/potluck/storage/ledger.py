@@ -275,8 +275,31 @@ class Ledger:
             )
             if deal is not None:
                 self._put_deal(deal)
-            for worker, seconds in pace.items():
-                self._db.execute("INSERT OR REPLACE INTO paces VALUES (?, ?)", (worker, json.dumps(list(seconds))))
+            self._put_paces(pace)
+
+    def withdraw(
+        self, round: int, attempt: int, reasons: Mapping[str, str], deal: Any,
+        pace: Mapping[str, Sequence[float]] = _no_pace,
+    ) -> None:  # fmt: skip
+        """The tasks of these keys are lost, also where they were answered, and their data was taken back: all at once.
+
+        `pace` as in `settle`.
+        """
+        with self._db.transaction():
+            self._db.execute_many(
+                "UPDATE leases SET status = 'lost', reason = ? WHERE round = ? AND attempt = ? AND key = ?",
+                [(reason, round, attempt, key) for key, reason in reasons.items()],
+            )
+            self._db.execute_many(
+                "DELETE FROM replies WHERE round = ? AND attempt = ? AND key = ?",
+                [(round, attempt, key) for key in reasons],
+            )
+            self._put_deal(deal)
+            self._put_paces(pace)
+
+    def _put_paces(self, pace: Mapping[str, Sequence[float]]) -> None:
+        for worker, seconds in pace.items():
+            self._db.execute("INSERT OR REPLACE INTO paces VALUES (?, ?)", (worker, json.dumps(list(seconds))))
 
     def leases(self, round: int, attempt: int) -> list[LeaseRow]:
         rows = self._db.query(
@@ -291,11 +314,16 @@ class Ledger:
     def reply(
         self, round: int, attempt: int, row: ReplyRow, issue: int, pace: Mapping[str, Sequence[float]] = _no_pace
     ) -> bool:
-        """Log an accepted reply and close its lease. False if the task had a reply already: the first one stays.
+        """Log an accepted reply and close its lease. False if the task had a reply already, which stays, or was lost.
 
         `pace` as in `settle`.
         """
         with self._db.transaction():
+            if self._db.query(
+                "SELECT 1 FROM leases WHERE round = ? AND attempt = ? AND key = ? AND issue = ? AND status = 'lost'",
+                (round, attempt, row.key, issue),
+            ):
+                return False
             is_first = self._db.execute(
                 "INSERT INTO replies (round, attempt, key, worker, object, scalars, version) VALUES (?,?,?,?,?,?,?) "
                 "ON CONFLICT DO NOTHING",

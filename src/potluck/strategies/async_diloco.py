@@ -8,10 +8,15 @@
 N is K ceil(n / K), n the workers here: a cycle is of whole commits, so that b is a mean when m takes it.
 
 Liu et al. 2024, arXiv:2401.09135: delayed Nesterov momentum and dynamic local steps H_i = floor(H v_i / v_max), v the
-steps a second. The paper's formula was not at hand: this one is derived from its description, that the momentum of
-stale updates harms, so that it moves once in N updates, with their mean, while each update moves theta. Then N updates
-of one model move theta as one Nesterov step with their mean does, whatever share c of the momentum the steps within a
-cycle take: c = sigma K / N within and what is left of 1 at the end.
+steps a second, v_max at most 8 times their median (planner/balance.py). The paper's formula was not at hand: this one
+is derived from its description, that the momentum of stale updates harms, so that it moves once in N updates, with
+their mean, while each update moves theta: c is 0 within a cycle and 1 at its end. So N updates of one model move theta
+as one Nesterov step with their mean does. The steps within a cycle may take a share sigma of the momentum, which is
+then that of the cycle before: c = sigma K / N within, and what is left of 1 at the end.
+
+The worker whose update completes a commit goes on once it is made and the new model is encoded, the others at once.
+With K = 1 that is each of them, each time: the seconds of a commit bound how many updates a second there can be. With
+a larger K there are fewer commits.
 
 s(tau) is 1, (1 + tau)^-a, or for tau > b 1 / (a (tau - b) + 1): Xie et al. 2019, arXiv:1903.03934. With K = N and no
 momentum, a = 1/2, this is FedBuff (Nguyen et al. 2022, arXiv:2106.06639): one step with the mean of K updates, and no
@@ -34,13 +39,16 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from potluck.codecs.delta import longest_way
 from potluck.optim.outer import delayed_nesterov
+from potluck.planner.balance import fastest_s
 from potluck.strategies.diloco import inner
-from potluck.strategies.fleet import Fleet, Reply, WorkerInfo, weighted_mean
+from potluck.strategies.fleet import Fleet, WorkerInfo, summed, weighted_mean
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
 from potluck.strategies.task import BoundTask
+from potluck.types.errors import RecipeError
 from potluck.types.params import Params
 
 usual_staleness = 8
@@ -106,6 +114,13 @@ class AsyncDiLoCo:
     def init(self, run: RunFacts) -> AsyncDiLoCoState:
         settings = "fleet.min_workers and strategy.quorum" if self.config.quorum else "strategy.updates_per_commit"
         run.check_rule(self._num_updates(run.min_workers), settings=settings)
+        num_behind = self._commits_per_cycle(run.min_workers)
+        if run.down.is_delta and num_behind > (longest := longest_way(run.layout, run.down_policy)):
+            raise RecipeError(
+                f"codec.down = {run.down_codec!r} sends {longest} differences in a row at most, and with "
+                f"{run.min_workers} workers each goes on {num_behind} commits after the one it began at; set "
+                'codec.down to "int8" or "bf16", or raise strategy.updates_per_commit'
+            )
         return AsyncDiLoCoState(params=run.initial, momentum=run.zeros, gathered=run.zeros)
 
     async def run_round(self, state: AsyncDiLoCoState, fleet: Fleet) -> AsyncDiLoCoState:
@@ -113,11 +128,11 @@ class AsyncDiLoCo:
         config, run, workers = self.config, fleet.run, fleet.workers()
         num_steps = min(config.num_inner_steps, run.steps_left(state, len(workers)))
         sequences_per_step = run.inner.sequences_per_step
-        fastest_s = min((w.pace.unit_s for w in workers if w.pace), default=math.inf)
-        progress = run.progress_span(state, sum(dynamic_steps(num_steps, w, fastest_s) for w in workers))
+        fastest = fastest_s([w.pace.unit_s for w in workers if w.pace])
+        progress = run.progress_span(state, sum(dynamic_steps(num_steps, w, fastest) for w in workers))
 
         def offer(worker: WorkerInfo) -> BoundTask:
-            steps = dynamic_steps(num_steps, worker, fastest_s)
+            steps = dynamic_steps(num_steps, worker, fastest)
             task = inner.bind(theta=state.params, num_steps=steps, progress=progress)
             return task.granted(steps * sequences_per_step)
 
@@ -132,12 +147,12 @@ class AsyncDiLoCo:
         weights = {r.key: self.weight(state.round - r.round) for r in replies}
         mean = await fleet.reduce(replies, weighted_mean("delta", by="", factors=weights))
         stepped = await self._step(state, fleet, mean, len(replies), math.fsum(weights.values()))
-        num_tokens = total(replies, "num_tokens")
+        num_tokens = int(summed(replies, "num_tokens"))
         return replace(
             stepped,
             round=state.round + 1,
-            tokens=state.tokens + int(num_tokens),
-            loss=total(replies, "loss_sum") / num_tokens,
+            tokens=state.tokens + num_tokens,
+            loss=summed(replies, "loss_sum") / num_tokens,
         )
 
     async def _step(
@@ -195,17 +210,15 @@ class AsyncDiLoCo:
                 return 1.0 / (config.staleness_rate * max(staleness - config.staleness_free, 0) + 1.0)
 
     def estimate(self, run: RunFacts) -> RoundBytes:
-        """Of an update. Without a quorum a worker has one in as many rounds as there are workers to an update."""
-        return RoundBytes(up=run.up_bytes("delta"), down=run.down_bytes())
+        """Of an update. Without a quorum a worker has one in as many rounds as there are workers to an update, and then
+        fetches what has changed in all of them."""
+        down = run.down_bytes(num_behind=self._commits_per_cycle(run.min_workers))
+        return RoundBytes(up=run.up_bytes("delta"), down=down)
 
 
-def dynamic_steps(num_steps: int, worker: WorkerInfo, fastest_s: float) -> int:
-    """floor(H v_i / v_max), at least 1; H where the worker's pace is not known. `fastest_s`: 1 / v_max."""
+def dynamic_steps(num_steps: int, worker: WorkerInfo, fastest: float) -> int:
+    """floor(H v_i / v_max), at least 1; H where the worker's pace is not known. `fastest`: 1 / v_max, in seconds."""
     if worker.pace is None:
         return num_steps
     own_s = worker.pace.unit_s
-    return max(1, math.floor(num_steps * min(fastest_s, own_s) / own_s + 1e-9))
-
-
-def total(replies: tuple[Reply, ...], name: str) -> float:
-    return math.fsum(float(reply.scalars[name]) for reply in replies)
+    return max(1, math.floor(num_steps * min(fastest, own_s) / own_s + 1e-9))

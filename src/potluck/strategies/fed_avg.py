@@ -75,7 +75,9 @@ class FedAvgConfig(BaseModel):
         default=0.0, ge=0, description="mu of FedProx, 0.001 to 1: pulls workers to where the round began"
     )
     normalised: bool = Field(
-        default=False, description="FedNova: an update weighs by its worker's data, not by how many steps it took"
+        default=False,
+        description="FedNova: an update weighs by its worker's data, not by how many steps it took; needed where work "
+        "is balanced",
     )
     control_variates: bool = Field(
         default=False,
@@ -172,6 +174,12 @@ class FedAvg:
         run.check_rule()
         if config.control_variates:
             run.refuse_balance("strategy.control_variates")
+        elif run.balances and not config.normalised:
+            raise RecipeError(
+                'fleet.balance = "time" gives faster workers more steps, and fed_avg would count these twice, in their '
+                "updates and in the tokens by which those weigh: set strategy.normalised to true, or fleet.balance to "
+                '"none"'
+            )
         is_adaptive = config.outer != "sgd"
         return FedAvgState(
             params=run.initial,

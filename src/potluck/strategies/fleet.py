@@ -9,7 +9,7 @@ top, and a verb whose key was answered before returns the logged replies in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -100,14 +100,18 @@ class Replies:
         return self.value
 
     def sum(self, name: str) -> float:
-        """The sum of a scalar over the replies. RoundFailed if a worker did not report it."""
-        total: float = 0
-        for reply in self.replies:
-            value = reply.scalars.get(name)
-            if not isinstance(value, int | float):
-                raise RoundFailed(f"{reply.worker} reported {value!r} as {name}, which must be a number")
-            total += value
-        return total
+        return summed(self.replies, name)
+
+
+def summed(replies: Iterable[Reply], name: str) -> float:
+    """The sum of a scalar over replies. RoundFailed if a worker did not report it."""
+    found: float = 0
+    for reply in replies:
+        value = reply.scalars.get(name)
+        if not isinstance(value, int | float):
+            raise RoundFailed(f"{reply.worker} reported {value!r} as {name}, which must be a number")
+        found += value
+    return found
 
 
 Op = Callable[..., Sequence[Tensor]]
@@ -208,8 +212,9 @@ class Fleet(Protocol):
     async def collect(self, keys: Sequence[str], *, min_replies: int, reduce: Reduction | None = None) -> Replies:
         """What was begun under these keys, in the order in which it was: it ends when everyone has replied or was lost.
 
-        Of a worker all of it counts or nothing; the reduction is over the replies under the last key. Replies are in
-        the order of keys, then workers. RoundFailed as for `call`. A key is collected in one round that commits.
+        Of a worker all of it counts or nothing; the reduction is over the replies under the last key, and in a mean
+        each weighs what all replies of its worker weigh. Replies are in the order of keys, then workers. RoundFailed as
+        for `call`. A key is collected in one round that commits.
         """
         ...
 
@@ -229,11 +234,13 @@ class Fleet(Protocol):
     ) -> tuple[Reply, ...]:
         """Give every idle worker what `offer` says, until so many valid replies are here that no commit has used.
 
-        Without `grace` the first `min_replies` of them, in the order in which they came; workers are never idle.
-        With it at most one of each worker, who then waits for the next round; once `min_replies` are here the others
-        are waited for `grace` times as long again as those took, and all that are here then count. Fewer where nobody
-        else is at work. What comes later is for the next round; what comes more than `max_staleness` commits after it
-        was handed out is dropped and its data dealt again. Replies are checked so that `expects` can be made.
+        Without `grace` the first `min_replies` of them, in the order in which they came. Who delivers while more must
+        come goes on at once; whose reply is the last of them, or comes after that, is idle until the round is committed
+        and the next one has published what it offers: with `min_replies` 1 that is everybody, each time. With `grace`
+        at most one of each worker, who then waits for the next round; once `min_replies` are here the others are waited
+        for `grace` times as long again as those took, and all that are here then count. Fewer where nobody else is at
+        work. What comes later is for the next round; what comes more than `max_staleness` commits after it was handed
+        out is dropped and its data dealt again. Replies are checked so that `expects` can be made.
         """
         ...
 

@@ -24,28 +24,36 @@ from potluck.types.params import Params
 from potluck.types.vector import Vector
 
 STEP_NUMBERS = ("num_tokens", "loss_sum", "num_steps")
-"""The scalars of `take_steps`."""
+"""The scalars of `summed_steps`."""
+
+
+def summed_steps(replica: Replica, *, num_steps: int, progress: tuple[float, float]) -> dict[str, float]:
+    """As many steps as were granted, unless it is cut short: `STEP_NUMBERS`."""
+    start, stop = progress
+    steps: list[Step] = []
+    while len(steps) < num_steps and not (steps and replica.is_cut_short):
+        steps.append(replica.train_step(progress=start + (stop - start) * len(steps) / num_steps))
+    return {
+        "num_tokens": sum(s.num_tokens for s in steps),
+        "loss_sum": sum(s.loss * s.num_tokens for s in steps),
+        "num_steps": len(steps),
+    }
 
 
 def take_steps(
     replica: Replica, *, theta: Vector, num_steps: int, progress: tuple[float, float], mean_steps: int = 0,
     part: Sequence[int] = (),
 ) -> Result:  # fmt: skip
-    """From theta as many steps as were granted, unless it is cut short: the sums of its losses and its `delta`.
+    """`summed_steps` from theta, and their `delta`.
 
     `mean_steps` is H where delta is to be normalised, 0 where it is not; `part` are the tensors that delta holds.
     """
     replica.load(theta)
-    start, stop = progress
-    steps: list[Step] = []
-    while len(steps) < num_steps and not (steps and replica.is_cut_short):
-        steps.append(replica.train_step(progress=start + (stop - start) * len(steps) / num_steps))
-    num_tokens = sum(s.num_tokens for s in steps)
-    loss_sum = sum(s.loss * s.num_tokens for s in steps)
+    sums = summed_steps(replica, num_steps=num_steps, progress=progress)
     delta = (theta - replica.params()).part(replica.layout.ranges(part))
-    if mean_steps not in (0, len(steps)):
-        delta = (mean_steps / len(steps)) * delta
-    return Result({"num_tokens": num_tokens, "loss_sum": loss_sum, "num_steps": len(steps)}, {"delta": delta})
+    if mean_steps not in (0, sums["num_steps"]):
+        delta = (mean_steps / sums["num_steps"]) * delta
+    return Result(sums, {"delta": delta})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from potluck.aggregation.config import AggregationConfig
+from potluck.codecs.base import codec
 from potluck.codecs.bundle import flat_size
-from potluck.codecs.delta import CHANGE, WHOLE
+from potluck.codecs.delta import CHANGE, WHOLE, longest_way
 from potluck.codecs.policy import CodecPolicy, CodecRule
 from potluck.codecs.spec import CodecSpec, parse_spec
 from potluck.data.config import rows_per_record
@@ -134,17 +135,26 @@ class RunFacts:
         return parse_spec(self.down_codec)
 
     @property
+    def up_policy(self) -> CodecPolicy:
+        """Where a fleet chooses no other."""
+        return CodecPolicy(default=parse_spec(self.up_codec).codec.name, rules=self.up_rules)
+
+    @property
     def down_policy(self) -> CodecPolicy:
         return CodecPolicy(default=self.down.codec.name, rules=self.down_rules)
 
     def up_bytes(self, name: str, part: Sequence[int] = ()) -> int:
         """What a result's vector of this name takes on the way up; of some tensors of the layout, if they are named."""
-        policy = CodecPolicy(default=parse_spec(self.up_codec).codec.name, rules=self.up_rules)
-        return flat_size(name, self.layout.part(part), policy)
+        return flat_size(name, self.layout.part(part), self.up_policy)
 
-    def down_bytes(self, part: Sequence[int] = ()) -> int:
-        """What a version of the parameters takes on the way down, to those who hold the one before."""
-        return flat_size(CHANGE if self.down.is_delta else WHOLE, self.layout.part(part), self.down_policy)
+    def down_bytes(self, part: Sequence[int] = (), *, num_behind: int = 1) -> int:
+        """What a version of the parameters takes on the way down, to those who hold the one so many before."""
+        layout, policy = self.layout.part(part), self.down_policy
+        if not self.down.is_delta:
+            return flat_size(WHOLE, layout, policy)
+        if num_behind > longest_way(layout, policy):
+            return flat_size(WHOLE, layout, codec("fp32"))
+        return num_behind * flat_size(CHANGE, layout, policy)
 
     def tokens_per_step(self, num_steps: int = 1) -> int:
         """Tokens in that many inner steps of one worker."""

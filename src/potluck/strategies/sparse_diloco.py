@@ -8,7 +8,9 @@ held to their median; SparseLoCo, Sarfi et al. 2025, arXiv:2508.15706. An averag
 those who sent a coordinate. The settings of a run that belong to it are in other sections of the recipe, and are
 checked here:
 
-    codec.up = "topk(1.5625%)+2bit+ef(0.95)"     aggregation.rule = "norm_clipping"
+    codec.up = "topk(1.5625%)+2bit+ef(0.95)"     aggregation.rule = "norm_clipping"     compression.mode = "fixed"
+
+`codec.up_rules` may send vectors and small matrices another way.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from potluck.codecs.policy import small_numel
 from potluck.codecs.spec import parse_spec
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig, DiLoCoState
 from potluck.strategies.run import RunFacts
 from potluck.types.errors import RecipeError
+
+_sparse = "topk"
 
 
 class SparseDiLoCoConfig(BaseModel):
@@ -43,11 +48,24 @@ class SparseDiLoCo(DiLoCo):
 
     def init(self, run: RunFacts) -> DiLoCoState:
         spec = parse_spec(run.up_codec)
-        if not spec.tensors.startswith("topk") or not spec.beta:
+        if run.compression.mode != "fixed":
+            raise RecipeError(
+                f"strategy sparse_diloco needs codec.up for every update and compression.mode is "
+                f"{run.compression.mode!r}: set it to 'fixed'"
+            )
+        if not spec.tensors.startswith(_sparse) or not spec.beta:
             raise RecipeError(
                 f"strategy sparse_diloco sends the largest values only and needs error feedback; codec.up is "
                 f"{run.up_codec!r}: set it to 'topk(1.5625%)+2bit+ef(0.95)'"
             )
+        policy = run.up_policy
+        for tensor in run.layout:
+            chosen = policy.choose(tensor.name, tensor.shape).name
+            if len(tensor.shape) > 1 and tensor.numel >= small_numel and not chosen.startswith(_sparse):
+                raise RecipeError(
+                    f"strategy sparse_diloco sends the largest values of matrices only and codec.up_rules sends "
+                    f"{tensor.name} as {chosen}: leave that rule out, or give it a codec that begins with '{_sparse}'"
+                )
         if run.aggregation.rule != "norm_clipping":
             raise RecipeError(
                 f"strategy sparse_diloco holds the norms of updates to their median and aggregation.rule is "

@@ -4,7 +4,7 @@ Each of P fragments is exchanged every H inner steps, and one of them every h = 
 [s h, (s + 1) h), and at its end every worker i sends fragment p = s mod P:
 
     delta_i,p = theta_p - theta_i,p               theta_p: as worker i last received it, theta_i,p: as it has trained it
-    m_p      <- mu m_p + sum_i w_i delta_i,p      w_i = tokens_i / sum of tokens
+    m_p      <- mu m_p + sum_i w_i delta_i,p      w_i = tokens_i / sum of tokens, of segment s
     theta_p  <- theta_p - eta (sum_i w_i delta_i,p + mu m_p)
 
 tau inner steps later it takes up the new theta_p, whatever it has trained since:
@@ -47,7 +47,8 @@ from torch import Tensor
 
 from potluck.optim.outer import nesterov
 from potluck.strategies.fleet import Fleet, Reduction, weighted_mean
-from potluck.strategies.replica import Replica, Step
+from potluck.strategies.local_steps import STEP_NUMBERS, summed_steps
+from potluck.strategies.replica import Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
@@ -111,7 +112,7 @@ class StreamingDiLoCoState(State):
 
 
 # The half that runs on the device.
-@task("streaming_diloco.inner", kind="pinned", numbers=("num_tokens", "loss_sum", "num_steps"))
+@task("streaming_diloco.inner", kind="pinned", numbers=STEP_NUMBERS)
 def inner(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], starts: bool, mixing: float,
     num_steps: int, progress: tuple[float, float], sends: Sequence[int] | None, own_share: float,
@@ -127,20 +128,11 @@ def inner(
             common[low:high] = new
             local[low:high] = mixing * local[low:high] + (1.0 - mixing) * new if mixing and not starts else new
     replica.load(local)
-    start, stop = progress
-    steps: list[Step] = []
-    while len(steps) < num_steps:
-        steps.append(replica.train_step(progress=start + (stop - start) * len(steps) / num_steps))
+    sums = summed_steps(replica, num_steps=num_steps, progress=progress)
     for low, trained in replica.params().slices():
         local[low : low + len(trained)] = trained
-    num_tokens = sum(s.num_tokens for s in steps)
-    scalars = {
-        "num_tokens": num_tokens,
-        "loss_sum": sum(s.loss * s.num_tokens for s in steps),
-        "num_steps": len(steps),
-    }
     if sends is None:
-        return Result(scalars)
+        return Result(sums)
     ranges = replica.layout.ranges(sends)
     delta = Vector.of(common).part(ranges) - Vector.of(local).part(ranges)
     if others is not None:
@@ -148,7 +140,7 @@ def inner(
         for low, high, mine in pieces(delta, replica.layout, sends):
             local[low:high] = common[low:high] - others[low:high] - own_share * mine
             others[low:high] = own_share * mine
-    return Result(scalars, {"delta": delta})
+    return Result(sums, {"delta": delta})
 
 
 def pieces(vector: Vector, layout: Layout, part: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from potluck.codecs.bundle import write_flat_slices
 from potluck.codecs.policy import CodecPolicy
-from potluck.fleet.leases import AHEAD, FLOATING
-from potluck.protocol import pb
+from potluck.protocol import AHEAD, FLOATING, pb
 from potluck.storage.files import reserve
 from potluck.types.params import Layout, type_bytes
 from potluck.types.vector import Vector

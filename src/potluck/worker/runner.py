@@ -16,19 +16,17 @@ from torch import Tensor
 from potluck.clock import Clock, Executor
 from potluck.codecs.base import codec
 from potluck.codecs.bundle import Bundle, flat_size, pack_tensors, unpack_tensors
-from potluck.codecs.delta import WHOLE, layout_of, write_sum
+from potluck.codecs.delta import WHOLE, layout_of, max_way, write_sum
 from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
-from potluck.fleet.leases import AHEAD
-from potluck.fleet.roster import LeaseId
-from potluck.protocol import pb, upload_purpose
+from potluck.protocol import AHEAD, pb, upload_purpose
 from potluck.storage.digest import check_digest
 from potluck.strategies.replica import TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, TaskFunction, decode_arguments, installed
 from potluck.transport.inline import MAX_BUNDLE_BYTES
 from potluck.types.errors import CorruptError, NotFinite, PotluckError, Refused, ResourceError, StateMissing
-from potluck.types.ids import Digest
+from potluck.types.ids import Digest, LeaseId
 from potluck.types.untrusted import printable
 from potluck.types.vector import Vector
 from potluck.worker.feedback import carry_left_over, write_update
@@ -44,8 +42,6 @@ from potluck.worker.trainer import Trainer
 
 MAX_WANTED = 256
 recent_leases = 2
-max_way = 8
-"""Differences in a row from a version that is here."""
 
 
 def lease_id(lease: pb.Lease | pb.TaskResult) -> LeaseId:

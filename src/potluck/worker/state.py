@@ -27,11 +27,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from potluck.fleet.roster import LeaseId
 from potluck.protocol import pb
 from potluck.storage.files import link_or_copy, remove_files, remove_unfinished, write_atomic
 from potluck.storage.objects import ObjectStore
 from potluck.types.errors import CorruptError, ResourceError
+from potluck.types.ids import LeaseId
 from potluck.worker.snapshots import SnapshotFile
 
 _others_unfinished = ".tmp*"

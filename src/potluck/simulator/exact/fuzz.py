@@ -156,6 +156,13 @@ def case_of(seed: int, *, only: Sequence[str] = strategies, kinds: Sequence[Kind
     if case.strategy == "sparse_diloco":  # it goes with no other codec and no other rule
         case = replace(case, up_codec="topk(6.25%)+2bit+ef(0.95)", rule="norm_clipping")
     if case.strategy == "async_diloco":
+        settings = asynchronous(case)
+        if (
+            not settings.quorum
+            and case.min_workers > 2 * settings.updates_per_commit
+            and case.down_codec == "int8-delta"
+        ):
+            case = replace(case, down_codec="bf16")  # so many differences are more than the whole: that is refused
         return replace(case, rule="mean", num_rounds=3 * case.num_rounds)  # a round takes as little as one update
     if case.strategy == "streaming_diloco":  # rounds overlap: it takes some until all that can be under way is
         case = _with_lost_work(case, chance, kinds) if chance.random() < 0.5 else case
@@ -191,14 +198,16 @@ def asynchronous(case: Case) -> AsyncDiLoCoConfig:
 
 
 def federated(case: Case) -> FedAvgConfig:
-    """FedAvg, or one of its relatives."""
+    """FedAvg, or one of its relatives; normalised, which unequal work needs, where work is balanced."""
     relatives: tuple[dict[str, Any], ...] = (
         {}, {"outer_momentum": 0.6}, {"proximal": 0.5}, {"outer": "adam"}, {"outer": "yogi", "normalised": True},
         {"control_variates": True},
     )  # fmt: skip
+    chosen = dict(random.Random(f"federated/{case.seed}").choice(relatives))
+    if case.balance == "time" and "control_variates" not in chosen:
+        chosen["normalised"] = True
     return FedAvgConfig(
-        num_inner_steps=case.num_inner_steps, min_reply_fraction=case.min_reply_fraction,
-        **random.Random(f"federated/{case.seed}").choice(relatives),
+        num_inner_steps=case.num_inner_steps, min_reply_fraction=case.min_reply_fraction, **chosen
     )  # fmt: skip
 
 

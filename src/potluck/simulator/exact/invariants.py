@@ -10,7 +10,8 @@
    (`reference`), and a run in which the same updates counted ends with the very parameters of the calm one: so inner
    optimizers, error feedback, snapshots and data positions came through every crash
 8. the tokens of the state, of the ledger's contributions and of the data are one number
-9. what the ledger has for the next process is whole: who takes part in a round, which states workers hold, which work
+9. nothing is under way, or counts, that follows work which was lost
+10. what the ledger has for the next process is whole: who takes part in a round, which states workers hold, which work
    was given up; and nothing is left in anybody's hands of a round that is over
 
 A worker that lost its disk lost its inner optimizer too: its next task may begin afresh.
@@ -19,6 +20,7 @@ A worker that lost its disk lost its inner optimizer too: its next task may begi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,10 +31,8 @@ from potluck.codecs.bundle import Bundle
 from potluck.coordinator.core import Coordinator
 from potluck.fleet.arrivals import handed_out_in
 from potluck.fleet.head import HEAD, read_spans
-from potluck.fleet.leases import AHEAD, FLOATING
 from potluck.fleet.paces import COHORT, cohort, facts
-from potluck.fleet.roster import LeaseId
-from potluck.protocol import pb
+from potluck.protocol import AHEAD, FLOATING, pb
 from potluck.storage.ledger import ReplyRow
 from potluck.strategies.bag import Bag
 from potluck.strategies.fleet import Head, HeadResult, Op, Reduction, Replies, Reply, WorkerInfo
@@ -40,7 +40,7 @@ from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import Strategy
 from potluck.strategies.task import BoundTask, Result
-from potluck.types.ids import Digest, WorkerId
+from potluck.types.ids import Digest, LeaseId, WorkerId
 from potluck.types.params import Fragment, Params
 from potluck.types.vector import Vector
 
@@ -150,6 +150,8 @@ class Witness:
             if lease.message.kind != "pure" and name in seen:
                 raise Violated(f"{lease.message.key} is held under {seen[name]} and under {lease.id}")
             seen[name] = lease.id
+        for name, reason in run.fleet.ahead.work.orphans().items():
+            raise Violated(f"{name} still counts and follows work which was lost: {reason}")
         self.kept.clear()
         self.kept.update(Digest(d) for lease in _beyond_rounds(run) for d in lease.objects)
 
@@ -370,13 +372,19 @@ class PlainFleet:
             raise Violated(f"of {sorted(odd)} only a part of {', '.join(keys)} counts")
         rows = [row for each in under for row in each]
         replies = tuple(Reply(worker=WorkerId(r.worker), key=r.key, scalars=r.scalars, object=r.object) for r in rows)
-        return Replies(replies=replies, value=self._reduced(under[-1], reduce) if reduce else None)
+        parts = {row.key: [r for r in rows if r.worker == row.worker] for row in under[-1]}
+        return Replies(replies=replies, value=self._reduced(under[-1], reduce, parts) if reduce else None)
 
-    def _reduced(self, rows: Sequence[ReplyRow], reduction: Reduction) -> Params:
+    def _reduced(
+        self, rows: Sequence[ReplyRow], reduction: Reduction, parts: Mapping[str, Sequence[ReplyRow]] | None = None
+    ) -> Params:
+        """`parts`: by key what a reply weighs, where this is not the row itself."""
         layout = self.run.layout.part(reduction.part)
         total, weights = torch.zeros(layout.numel, dtype=torch.float64), 0.0
         for row in rows:
-            weight = float(row.scalars[reduction.weight]) if reduction.weight and reduction.mean else 1.0
+            weight = 1.0
+            if reduction.weight and reduction.mean:
+                weight = math.fsum(r.scalars[reduction.weight] for r in (parts or {}).get(row.key, [row]))
             weight *= reduction.factor(row.worker, row.key)
             with Bundle.open(self._coordinator.objects.path(Digest(row.object))) as bundle:
                 total += weight * bundle.flat_slice(reduction.name, layout, 0, layout.numel).double()

@@ -13,15 +13,18 @@ from potluck.worker.snapshots import task_name
 
 
 class ModelledRunner(Runner):
-    """`cost_s` gives the seconds of a task; 0 for what its computation takes by the clock.
+    """`cost_s` gives the seconds of a task; 0 for what its computation takes by the clock. `passed` hears from when to
+    when time of a task passed, also where the process then dies.
 
     A task of which snapshots are taken is done in pieces: each ends with a snapshot and is computed once its time has
     passed, so that who dies meanwhile loses that piece. Of one that may be cut short the time passes step by step.
     """
 
-    def __init__(self, *, cost_s: Callable[[pb.Lease], float], **how: Any) -> None:
+    def __init__(
+        self, *, cost_s: Callable[[pb.Lease], float], passed: Callable[[float, float], None], **how: Any
+    ) -> None:
         super().__init__(**how)
-        self._cost_s = cost_s
+        self._cost_s, self._passed = cost_s, passed
         self._begun_at, self._num_before, self._step_s = 0.0, 0, 0.0  # of the steps whose time passes
 
     async def _train(
@@ -73,6 +76,7 @@ class ModelledRunner(Runner):
             await self._compute.run(_nothing, cost_s=step_s * (stop - done))
         finally:
             self._step_s = 0.0
+            self._passed(self._begun_at, self._clock.now())
 
     def _num_steps(self) -> int:
         if not self._step_s:

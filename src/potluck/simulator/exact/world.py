@@ -51,6 +51,7 @@ class Host:
     id: WorkerId
     link: NetworkLink
     cost_s: Callable[[pb.Lease], float]
+    passed: Callable[[float, float], None]
     max_memory_bytes: int = 0
     life: Life | None = None
     task: asyncio.Task[None] | None = None
@@ -240,13 +241,15 @@ class World:
         *,
         link: NetworkLink | None = None,
         cost_s: Callable[[pb.Lease], float] = lambda _: 0.0,
+        passed: Callable[[float, float], None] = lambda _began, _ended: None,
         max_memory_bytes: int = 0,
     ) -> None:
-        """A new worker machine, switched on; 0 for as much memory as this one has."""
+        """A new worker machine, switched on. `passed` hears when the time of its work passed; it has as much memory as
+        this one unless that is said."""
         id = WorkerId(name)
         self.hosts[id] = Host(
-            id=id, link=link or NetworkLink(), cost_s=cost_s, max_memory_bytes=max_memory_bytes
-        )  # fmt: skip
+            id=id, link=link or NetworkLink(), cost_s=cost_s, passed=passed, max_memory_bytes=max_memory_bytes
+        )
         self.switch_on(id)
 
     def switch_on(self, id: WorkerId) -> None:
@@ -261,7 +264,7 @@ class World:
             return await equip(
                 spec, link, folder=life.folder, device="cpu", clock=clock, compute=self._executor(life),
                 files=self._executor(life), note=agent.note, max_memory_bytes=host.max_memory_bytes,
-                make=partial(ModelledRunner, cost_s=host.cost_s),
+                make=partial(ModelledRunner, cost_s=host.cost_s, passed=host.passed),
             )  # fmt: skip
 
         agent = host.agent = Agent(

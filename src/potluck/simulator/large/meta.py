@@ -27,7 +27,7 @@ from potluck.codecs.base import codec
 from potluck.codecs.bundle import flat_size
 from potluck.codecs.delta import CHANGE, WHOLE
 from potluck.coordinator.kit import Kit
-from potluck.fleet.publisher import Delta, Publisher, max_chain
+from potluck.fleet.publisher import Delta, Publisher
 from potluck.fleet.reduction import Updates
 from potluck.storage.checkpoints import Checkpoints
 from potluck.storage.digest import digest_bytes, file_name
@@ -245,7 +245,7 @@ class MetaPublisher(Publisher):
         if self._run.down.is_delta and base is not None and self._places.has(base):
             change = self._places.place(meta_digest(f"{version}-change", change_bytes), change_bytes)
             delta = Delta(target=target, base=base, change=change)
-            self._deltas[name] = [*self._deltas.get(name, []), delta][-max_chain:]
+            self._keep(name, delta, layout)
         return target
 
     def _save(self) -> None:

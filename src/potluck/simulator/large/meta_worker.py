@@ -29,7 +29,6 @@ from potluck.codecs.delta import WHOLE
 from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
 from potluck.data.shards import Span
-from potluck.fleet.roster import LeaseId
 from potluck.planner.flops import step_work
 from potluck.planner.memory import ModelDims
 from potluck.protocol import pb
@@ -39,7 +38,7 @@ from potluck.strategies.replica import Kept, Loss, Mailbox, Replica, Step
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, TaskFunction, decode_arguments
 from potluck.types.errors import Refused
-from potluck.types.ids import Digest
+from potluck.types.ids import Digest, LeaseId
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
 from potluck.worker.runner import Runner
