@@ -163,7 +163,10 @@ class _Hosting:
             final_val_loss=losses[max(losses)] if losses else None,
             workers=tuple(
                 WorkerResult(
-                    id=w["id"], tokens=w["tokens"], bytes_up=w["bytes_up"], bytes_down=w["bytes_down"],
+                    id=w["id"],
+                    tokens=w["tokens"],
+                    bytes_up=w["bytes_up"],
+                    bytes_down=w["bytes_down"],
                     owner=run.owners.result(w["id"]),
                 )
                 for w in run.contributions()
