@@ -108,6 +108,10 @@ class CoordinatorService:
         if peer.role != "worker":
             raise Refused(f"{peer.id} has the role {peer.role} and only workers join a run")
         spec = self.run.plan.spec
+        reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=self._run_json).SerializeToString()
+        if request.is_look:
+            await self._turn_of("Welcome", peer.id)
+            return reply
         allowed = {f.digest for f in request.strategies[:MAX_STRATEGY_FILES]}
         if spec.strategy_digest and spec.strategy_digest not in allowed:
             raise Refused(
@@ -124,8 +128,7 @@ class CoordinatorService:
         known = peer.id in self.run.roster.members
         self.run.roster.arrive(peer.id, profile, self.run.clock.now())
         self.run.tell("joined", f"{peer.id} {'is back' if known else 'joined'} ({profile.device})", worker=peer.id)
-        reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=self._run_json)
-        return reply.SerializeToString()
+        return reply
 
     def _tell_of_twins(self, worker: WorkerId, text: str) -> None:
         self.run.told_of[worker] = text

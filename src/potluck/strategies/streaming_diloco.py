@@ -111,7 +111,7 @@ class StreamingDiLoCoState(State):
 
 
 # The half that runs on the device.
-@task("streaming_diloco.inner", kind="pinned", numbers=("num_tokens", "loss_sum", "num_steps"))
+@task("streaming_diloco.inner", kind="pinned", numbers=("num_tokens", "loss_sum", "num_steps"), vector="delta")
 def inner(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], starts: bool, mixing: float,
     num_steps: int, progress: tuple[float, float], sends: Sequence[int] | None, own_share: float,

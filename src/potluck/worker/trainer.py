@@ -52,6 +52,11 @@ class Trainer:
     def layout(self) -> Layout:
         return self._replica.layout
 
+    @property
+    def num_unused(self) -> int:
+        """Sequences that the running task has read and not used."""
+        return self._replica.num_left_over
+
     def _stepped(self, info: StepInfo) -> None:
         self.num_steps += 1
         self.tokens_per_s = info.tokens_per_s
