@@ -206,8 +206,11 @@ def test_sentences_stay_where_the_owner_wants_them_to(tmp_path: Path) -> None:
     with opened(tmp_path, Policy(notes=False)) as place:
         sent = report(note="3 records skipped", results=[failed])
         place.run(lambda: place.gate.pass_report(sent))
-        assert sent.note == "" and sent.results[0].error == "a task failed; its owner's policy keeps the reason"
+        assert sent.note == "" and sent.results[0].error == "its owner's policy keeps the reason"
         assert [(r.kind, r.text) for r in place.listed[:1]] == [("failure", sent.results[0].error)]
+        declining = pb.WelcomeRequest(is_look=True, declines="the base model is another one")
+        place.run(lambda: place.gate.pass_welcome(declining))
+        assert declining.declines == "its owner's policy keeps the reason" == place.listed[-1].text
     with opened(tmp_path / "open") as place:
         for note in ("3 records skipped", "3 records skipped", "another"):
             place.run(lambda note=note: place.gate.pass_report(report(note=note)))

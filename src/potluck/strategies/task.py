@@ -25,6 +25,7 @@ from potluck.types.params import Params, Part
 from potluck.types.vector import Vector
 
 Kind = Literal["pure", "pinned", "session"]
+FieldKind = Literal["number", "text", "vector", "tensor"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class ResultField:
     """Something that a task's result holds, as the task declares it."""
 
     name: str
-    kind: Literal["number", "text", "vector", "tensor"]
+    kind: FieldKind
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,10 @@ class TaskFunction:
     def fields(self) -> tuple[ResultField, ...]:
         """What leaves a device with its result."""
         vectors = (self.vector,) if self.vector else ()
-        named = {"number": self.numbers, "text": self.texts, "vector": vectors, "tensor": self.inline}
-        return tuple(ResultField(name, kind) for kind, names in named.items() for name in names)  # pyright: ignore[reportArgumentType]
+        named: tuple[tuple[FieldKind, tuple[str, ...]], ...] = (
+            ("number", self.numbers), ("text", self.texts), ("vector", vectors), ("tensor", self.inline),
+        )  # fmt: skip
+        return tuple(ResultField(name, kind) for kind, names in named for name in names)
 
     def bind(self, **arguments: Any) -> BoundTask:
         """Work to hand to a fleet."""

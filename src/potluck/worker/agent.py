@@ -204,13 +204,12 @@ class Agent:
             raise
 
     async def _decline(self, connection: Connection, refused: OwnerRefused) -> None:
-        """Tell the coordinator that this worker takes no part, so that nobody waits for it."""
-        report = pb.Report(leaving=True, note=f"it does not take part: {printable(str(refused), MAX_SENTENCE_LENGTH)}")
-        await self._gate.pass_report(report)
-        control = await connection.open("Control")
-        await control.send(report.SerializeToString())
-        await self._clock.sleep(farewell_s)
-        await control.close()
+        """Tell the coordinator that this worker takes no part."""
+        request = pb.WelcomeRequest(
+            version=version(), is_look=True, declines=printable(str(refused), MAX_SENTENCE_LENGTH)
+        )
+        await self._gate.pass_welcome(request)
+        await connection.call("Welcome", request.SerializeToString())
 
     async def _serve(self, connection: Connection, running: asyncio.Task[None]) -> None:
         """Control and Data until the link breaks or the run ends."""

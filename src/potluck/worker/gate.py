@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from potluck.clock import Clock, Executor
@@ -31,7 +32,7 @@ MAX_LET_OUT = 4096
 """Results that may wait to be sent, or for their verdict."""
 summary_s = 600.0
 """Between two lines about what is counted."""
-silent = "a task failed; its owner's policy keeps the reason"
+silent = "its owner's policy keeps the reason"
 Send = Callable[[bytes], Awaitable[None]]
 
 
@@ -40,6 +41,15 @@ class OwnData(Protocol):
 
     @property
     def num_sequences(self) -> int: ...
+
+
+@dataclass
+class _Counted:
+    """Since a line about it was written."""
+
+    listed_at: float
+    num_messages: int = 0
+    num_bytes: int = 0
 
 
 class Gate:
@@ -62,8 +72,10 @@ class Gate:
         self._num_updates = 0
         self._let_out: dict[LeaseId, None] = {}  # the last is last
         self._listed_failures: set[LeaseId] = set()
-        self._listed: dict[str, object] = {}  # the last profile, note and name
-        self._counted: dict[Kind, list[float]] = {}  # messages, bytes, and when that was last listed
+        self._listed_profile: dict[str, Any] = {}  # as it was told so far
+        self._listed_files: dict[str, str] = {}
+        self._listed_note = ""
+        self._counted: dict[Kind, _Counted] = {}
 
     # What may run
 
@@ -106,9 +118,10 @@ class Gate:
             return
         if self.policy.strategies is not None and lease.task not in self._tasks:
             self._refuse(OwnerRefused(f"{lease.task[:100]!r} is no task of the strategy that the owner allows"))
-        if own is not None and not lease.held_out:
+        if lease.num_sequences and not lease.held_out:
             self._check_number()
-            self.policy.check_examples(min(lease.num_sequences, own.num_sequences))
+            if own is not None:
+                self.policy.check_examples(min(lease.num_sequences, own.num_sequences))
 
     @property
     def lets_pieces(self) -> bool:
@@ -128,9 +141,9 @@ class Gate:
             return
         examples = num_examples()
         is_update = bool(result.tensors) or (examples is not None and not (lease.held_out and _is_only_numbers(result)))
-        receipt = Receipt(
-            kind="result", time=self._now(), run=self._run_id, task=lease.task, round=answer.round,
-            attempt=answer.attempt, key=answer.key, scalars={k: _listed_value(v) for k, v in result.scalars.items()},
+        receipt = self._receipt(
+            "result", task=lease.task, round=answer.round, attempt=answer.attempt, key=answer.key,
+            scalars={name: _listed_value(value) for name, value in result.scalars.items()},
             tensors=await self._in_thread(_sent_tensors, lease, answer, result, objects), is_update=is_update,
             num_examples=examples, seconds=answer.seconds,
         )  # fmt: skip
@@ -193,17 +206,20 @@ class Gate:
     async def introduce(self, name: str) -> None:
         """The name that a worker asks for when it enrols is about to leave."""
         if not self._is_open:
-            await self._append(Receipt(kind="enrolment", time=self._now(), text=name))
+            await self._append(self._receipt("enrolment", text=name))
 
     def told_of(self, profile: DeviceProfile) -> dict[str, Any]:
         """What the coordinator may be told of this machine."""
         return {name: value for name, value in profile.to_json().items() if self.policy.tells(name)}
 
     async def pass_welcome(self, request: pb.WelcomeRequest) -> None:
-        """A profile and the digests of strategy files are about to leave."""
-        if not self._is_open:
-            files = {each.name: each.digest for each in request.strategies}
-            await self._list_profile(request.profile_json, files)
+        """As `pass_report`, for a profile and the digests of strategy files, or for why the worker takes no part."""
+        if self._is_open:
+            return
+        if request.declines:
+            request.declines = request.declines if self.policy.notes else silent
+            await self._append(self._receipt("note", text=request.declines))
+        await self._list_profile(request.profile_json, {each.name: each.digest for each in request.strategies})
 
     async def pass_report(self, report: pb.Report) -> None:
         """Take out of a report what may not leave, and list the rest. ResourceError if the disk is full."""
@@ -218,9 +234,9 @@ class Gate:
         for result in held_back:
             report.results.remove(result)
         await self._list_failures(report.results)
-        if report.note and report.note != self._listed.get("note"):
-            await self._append(Receipt(kind="note", time=self._now(), run=self._run_id, text=report.note))
-            self._listed["note"] = report.note
+        if report.note and report.note != self._listed_note:
+            await self._append(self._receipt("note", text=report.note))
+            self._listed_note = report.note
         if report.profile_json:
             await self._list_profile(report.profile_json, {})
         await self._count("heartbeats", report.ByteSize())
@@ -229,26 +245,18 @@ class Gate:
         failed = {_id(result): result for result in results if result.error}
         self._listed_failures &= failed.keys()
         for id in failed.keys() - self._listed_failures:
-            await self._append(
-                Receipt(
-                    kind="failure", time=self._now(), run=self._run_id, round=failed[id].round,
-                    attempt=failed[id].attempt, key=failed[id].key, text=failed[id].error,
-                )
-            )  # fmt: skip
+            round, attempt, key = id
+            await self._append(self._receipt("failure", round=round, attempt=attempt, key=key, text=failed[id].error))
             self._listed_failures.add(id)
 
-    async def _list_profile(self, profile_json: str, strategy_files: dict[str, str]) -> None:
+    async def _list_profile(self, profile_json: str, files: dict[str, str]) -> None:
         """Of a profile that was told before, what has changed."""
         profile: dict[str, Any] = json.loads(profile_json or "{}")
-        before: Any = self._listed.get("profile", {})
+        before = self._listed_profile
         changed = {name: value for name, value in profile.items() if before.get(name) != value}
-        if changed or (strategy_files and strategy_files != self._listed.get("files")):
-            receipt = Receipt(
-                kind="profile", time=self._now(), run=self._run_id, profile=changed, strategy_files=strategy_files
-            )
-            await self._append(receipt)
-        self._listed["profile"] = {**before, **profile}
-        self._listed["files"] = strategy_files or self._listed.get("files")
+        if changed or not files.items() <= self._listed_files.items():
+            await self._append(self._receipt("profile", profile=changed, strategy_files=files))
+        self._listed_profile, self._listed_files = {**before, **profile}, {**self._listed_files, **files}
 
     def passing_pieces(self, send: Send) -> Send:
         """`send`, for frames of pieces: products of what the coordinator sent. They are counted."""
@@ -263,24 +271,21 @@ class Gate:
 
     async def _count(self, kind: Kind, num_bytes: int) -> None:
         """One more is about to leave: the first is listed before it does, the sums later."""
-        now = self._now()
         counted = self._counted.get(kind)
-        if counted is None or not 0 <= now - counted[2] < summary_s:
-            num, before = (int(counted[0]), int(counted[1])) if counted else (0, 0)
-            await self._append(Receipt(kind=kind, time=now, run=self._run_id, num_messages=num, num_bytes=before))
-            counted = self._counted[kind] = [0, 0, now]
-        counted[0] += 1
-        counted[1] += num_bytes
+        if counted is None or not 0 <= self._now() - counted.listed_at < summary_s:
+            await self._list_counted(kind)
+            counted = self._counted[kind] = _Counted(self._now())
+        counted.num_messages += 1
+        counted.num_bytes += num_bytes
+
+    async def _list_counted(self, kind: Kind) -> None:
+        counted = self._counted.get(kind) or _Counted(0.0)
+        await self._append(self._receipt(kind, num_messages=counted.num_messages, num_bytes=counted.num_bytes))
 
     async def close(self) -> None:
         """List what was counted. ResourceError if the disk is full."""
-        for kind, (num, num_bytes, _) in self._counted.items():
-            if num:
-                await self._append(
-                    Receipt(
-                        kind=kind, time=self._now(), run=self._run_id, num_messages=int(num), num_bytes=int(num_bytes)
-                    )
-                )
+        for kind in self._counted:
+            await self._list_counted(kind)
         self._counted.clear()
 
     # How
@@ -292,6 +297,9 @@ class Gate:
     def _now(self) -> float:
         assert self._clock is not None, "a gate that lists has a clock"
         return self._clock.time()
+
+    def _receipt(self, kind: Kind, **values: Any) -> Receipt:
+        return Receipt(kind=kind, time=self._now(), run=self._run_id, **values)
 
     async def _append(self, receipt: Receipt, *, durable: bool = False) -> None:
         receipts = self._receipts

@@ -142,9 +142,9 @@ class Policy(BaseModel):
             if kept else ""  # fmt: skip
 
     def _of_privacy(self, spec: RunSpec) -> str:
-        wanted, given = self.privacy, guarantee(spec)
-        if wanted is None:
+        if (wanted := self.privacy) is None:
             return ""
+        given = guarantee(spec)
         asked = f"the policy requires differential privacy of epsilon {wanted.max_epsilon:g} at delta {wanted.delta:g}"
         if given is None:
             return f"{asked} and strategy {printable(spec.strategy, 200)} guarantees none"

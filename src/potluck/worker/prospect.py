@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -14,7 +13,7 @@ from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
 from potluck.models.device import choose_precision, this_machine
 from potluck.strategies.run import RunSpec
-from potluck.strategies.task import TaskFunction
+from potluck.strategies.task import FieldKind, TaskFunction
 from potluck.types.errors import PotluckError
 from potluck.types.params import Layout
 from potluck.types.profile import DeviceProfile
@@ -31,7 +30,7 @@ class Outgoing:
     """Something that results hold, which leave after each task."""
 
     name: str
-    kind: Literal["number", "text", "vector", "tensor"]
+    kind: FieldKind
     tasks: tuple[str, ...]
     num_bytes: int = 0  # at most, of a vector's first version; 0 where its task decides
     codec: str = ""
@@ -80,16 +79,21 @@ def prospect(
 
 def _outgoing(spec: RunSpec, tasks: Iterable[TaskFunction], layout: Layout) -> tuple[Outgoing, ...]:
     """Each field once, in the order of the tasks that have it."""
-    having: dict[tuple[str, Literal["number", "text", "vector", "tensor"]], list[str]] = {}
+    having: dict[tuple[str, FieldKind], list[str]] = {}
     for task in tasks:
         for field in task.fields:
             having.setdefault((field.name, field.kind), []).append(task.name)
     policy = CodecPolicy.from_json(parse_spec(spec.up_codec).codec.name, spec.up_rules)
-    size = {"number": lambda _: number_bytes, "vector": lambda name: flat_size(name, layout, policy)}
+
+    def num_bytes(name: str, kind: FieldKind) -> int:
+        if kind == "vector":
+            return flat_size(name, layout, policy)
+        return number_bytes if kind == "number" else 0
+
     return tuple(
         Outgoing(
-            name=name, kind=kind, tasks=tuple(names), num_bytes=size[kind](name) if kind in size else 0,
+            name=name, kind=kind, tasks=tuple(tasks), num_bytes=num_bytes(name, kind),
             codec=spec.up_codec if kind == "vector" else "",
         )
-        for (name, kind), names in having.items()
+        for (name, kind), tasks in having.items()
     )  # fmt: skip
