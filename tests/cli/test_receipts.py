@@ -52,7 +52,10 @@ def test_runs_are_listed_with_their_sums_and_the_last_lines_only(
         assert receipts_text(tmp_path, None) == "nothing has left this machine\n"
         log.append(RESULT, NOTE, RESULT.model_copy(update={"run": "other"}))
     assert len(receipts_text(tmp_path, None).splitlines()) == 3 + 2
-    of_one = receipts_text(tmp_path, "tiny-1").splitlines()
+    of_one = receipts_text(tmp_path, "tiny").splitlines()
+    assert receipts_text(tmp_path, "tiny-1").splitlines() == of_one
+    with pytest.raises(PotluckError, match="--run tin names 0 of the runs here; give one of these: tiny-1, other"):
+        receipts_text(tmp_path, "tin")
     assert len(of_one) == 3 and of_one[-1] == (
         "tiny-1: 1 results with 12.3 kB of vectors, of these 1 updates; 0 failures, 1 notes; 0 signs of life and "
         "pieces, 0 B"

@@ -242,7 +242,9 @@ def profile(
 
 @app.command()
 def receipts(
-    run_name: Annotated[str | None, typer.Option("--run", metavar="RUN", help="Of one run only, by its id.")] = None,
+    run_name: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="Of one run only: its name or id.")
+    ] = None,
     state: WorkerFolder = None,
     as_json: Json = False,
 ) -> None:

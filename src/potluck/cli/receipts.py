@@ -20,22 +20,21 @@ beyond_rounds = 1 << 39
 
 def receipts_json(state: Path, run: str | None) -> dict[str, Any]:
     """All receipts, and the sums of those that were removed to make room with them. PotluckError."""
-    book = _book(state)
-    receipts = [each.model_dump(exclude_defaults=True) for each in book.receipts(run or "")]
-    totals = {name: each.model_dump() for name, each in _totals(book, run).items()}
-    return {"receipts": receipts, "totals": totals, "unreadable_lines": book.num_unreadable}
+    book, totals, id = _found(state, run)
+    receipts = [each.model_dump(exclude_defaults=True) for each in book.receipts(id)]
+    sums = {name: each.model_dump() for name, each in totals.items()}
+    return {"receipts": receipts, "totals": sums, "unreadable_lines": book.num_unreadable}
 
 
 def receipts_text(state: Path, run: str | None) -> str:
-    book = _book(state)
-    last = deque(book.receipts(run or ""), maxlen=shown + 1)
+    book, totals, id = _found(state, run)
+    last = deque(book.receipts(id), maxlen=shown + 1)
     lines = [receipt_line(each) for each in list(last)[-shown:]]
     if len(last) > shown:
         lines.insert(0, f"(the last {shown:,}; --json has all)")
     if book.num_unreadable:
         lines.append(f"{book.num_unreadable} lines cannot be read")
-    for name, totals in _totals(book, run).items():
-        lines.append(f"{printable(name, 100) or 'no run'}: {totals_text(totals)}")
+    lines += [f"{printable(name, 100) or 'no run'}: {totals_text(each)}" for name, each in totals.items()]
     return "\n".join(lines) + "\n" if lines else "nothing has left this machine\n"
 
 
@@ -73,11 +72,17 @@ def totals_text(totals: Totals) -> str:
     )
 
 
-def _totals(book: ReceiptBook, run: str | None) -> dict[str, Totals]:
-    return {name: totals for name, totals in book.totals().items() if run is None or name == run}
-
-
-def _book(state: Path) -> ReceiptBook:
+def _found(state: Path, run: str | None) -> tuple[ReceiptBook, dict[str, Totals], str]:
+    """The receipts of a worker, their sums, and the id of the run that is asked for by id or name; "" for all."""
     if not (state / FOLDER).is_dir():
         raise PotluckError(f"no worker has joined with the state folder {state}; give the one it has with --state")
-    return ReceiptBook(state / FOLDER)
+    book = ReceiptBook(state / FOLDER)
+    totals = book.totals()
+    book.num_unreadable = 0  # they are read again
+    if run is None:
+        return book, totals, ""
+    ids = [id for id in totals if run in (id, id.rpartition("-")[0])]
+    if len(ids) != 1:
+        known = ", ".join(printable(id, 100) for id in ids or totals if id) or "none"
+        raise PotluckError(f"--run {run} names {len(ids)} of the runs here; give one of these: {known}")
+    return book, {ids[0]: totals[ids[0]]}, ids[0]

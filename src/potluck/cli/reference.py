@@ -108,7 +108,7 @@ name it will have. It ends with 0 if the worker would take part, else with the r
 ## Afterwards
 
     potluck receipts
-    potluck receipts --run stdlib-gpt-1a2b3c4d --json
+    potluck receipts --run stdlib-gpt --json
 
 lists what left: every result with the names and values of its numbers, its vectors by name with bytes, codec and
 digest, and the number of training sequences it stands on; failures and sentences as they were sent; what was told of

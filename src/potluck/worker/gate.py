@@ -85,7 +85,7 @@ class Gate:
             return
         if objections := await self.objections(spec):
             raise OwnerRefused(f"{'; '.join(objections)}: this worker does not take part")
-        if self._spec is None or self._spec.run_id != spec.run_id:
+        if self.policy.max_updates is not None and (self._spec is None or self._spec.run_id != spec.run_id):
             self._num_updates = await self._in_thread(self._updates_before, spec.run_id)
         self.policy.check_number(self._num_updates)
         self._spec, self._tasks = spec, frozenset(task.name for task in self.tasks_of(spec))

@@ -225,7 +225,7 @@ class ReceiptBook:
     def receipts(self, run: str = "") -> Iterator[Receipt]:
         """Oldest first; of one run, if it is named."""
         for path in _files(self.folder):
-            yield from (each for each in self._read(path) if not run or each.run == run)
+            yield from (each for each in self._read(path, run.encode()) if not run or each.run == run)
 
     def totals(self) -> dict[str, Totals]:
         """By run, of all receipts there ever were; "" for what belongs to none."""
@@ -233,13 +233,14 @@ class ReceiptBook:
         files = [path for path in _files(self.folder) if _number(path) > before.through]
         return _summed((each for path in files for each in self._read(path)), before.runs)
 
-    def _read(self, path: Path) -> Iterator[Receipt]:
+    def _read(self, path: Path, part: bytes = b"") -> Iterator[Receipt]:
+        """The receipts whose lines have `part` in them: to read one takes 40 us."""
         try:
             content = path.read_bytes()
         except FileNotFoundError:  # summed up meanwhile
             return
         for line in content.rstrip(b"\0").split(b"\n"):
-            if not line:
+            if not line or part not in line:
                 continue
             try:
                 yield Receipt.model_validate_json(line)
