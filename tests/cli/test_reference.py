@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli.reference import exit_codes_page, recipes_page
+from potluck.cli.reference import exit_codes_page, policy_page, recipes_page
 from potluck.coordinator.recipe import load_recipe
 from potluck.types import errors
 
 docs = Path(__file__).resolve().parents[2] / "docs"
 
 
-@pytest.mark.parametrize(("name", "page"), [("recipes.md", recipes_page), ("exit_codes.md", exit_codes_page)])
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [("recipes.md", recipes_page), ("exit_codes.md", exit_codes_page), ("policy.md", policy_page)],
+)
 def test_pages_are_current(name: str, page: object) -> None:
     assert callable(page)
     assert (docs / name).read_text(encoding="utf-8") == page(), f"docs/{name} is stale; run scripts/docs"

@@ -17,7 +17,7 @@ from potluck.models.config import AdapterConfig
 from potluck.optim.inner import InnerConfig
 from potluck.simulator.exact.problem import Problem
 from potluck.strategies.fed_lora import FedLoRA, FedLoRAConfig, RuleName, new_factors_seed, rules
-from potluck.worker.need import replica_memory, resting_tensors
+from potluck.worker.need import memory_of_rank
 
 plain = AdapterConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj"))
 unequal = AdapterConfig(rank=4, alpha=6, rslora=True, lower_ranks=(1, 2), target_modules=("q_proj", "down_proj"))
@@ -38,11 +38,7 @@ def making(rule: str) -> Callable[[], FedLoRA]:
 def memory_for(problem: Problem, rule: str, rank: int) -> int:
     """Bytes with which a worker can train that rank and no higher one."""
     plan = problem.plan(making(rule)())
-    resting = resting_tensors(plan.layout, rank)
-    num_resting = sum(spec.numel for spec in plan.layout if spec.name in resting)
-    need = replica_memory(
-        plan.spec, plan.layout.numel - num_resting, precision="fp32", num_resting=num_resting
-    )  # fmt: skip
+    need = memory_of_rank(plan.spec, plan.layout, rank, precision="fp32")
     return need.device_bytes + need.kept_bytes
 
 

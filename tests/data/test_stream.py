@@ -86,6 +86,15 @@ def test_private_data_is_read_once_per_epoch_for_ever(own_shards: tuple[PackedSh
     assert source.cursor == Cursor(3, 0)
 
 
+def test_private_data_counts_how_many_sequences_it_was(own_shards: tuple[PackedShard, ...]) -> None:
+    source = PrivateSource(own_shards, seq_len=4, seed=3, batch_size=3, cursor=Cursor(0, 0))
+    rows: list[list[int]] = []
+    for _ in range(3 * source.num_sequences):
+        rows += next(source).tolist()
+        assert source.num_different == len({tuple(row) for row in rows})
+    assert source.num_different == source.num_sequences
+
+
 def test_private_data_goes_on_where_its_cursor_stands(own_shards: tuple[PackedShard, ...]) -> None:
     whole = private(own_shards)
     for stop in (1, 6, 7, 13):

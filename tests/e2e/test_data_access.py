@@ -58,10 +58,10 @@ class Run:
         self.host = start("host", "tiny.toml", "--address", address, "--dir", "run", cwd=folder, log=folder / "log")
         self.line = str(wait_for(self.run, "listening")[0]["join_line"])
 
-    def join(self, name: str, *data: Path) -> None:
+    def join(self, name: str, *data: Path, terms: tuple[str | Path, ...] = ()) -> None:
         given = [part for path in data for part in ("--data", path)]
         self.workers[name] = start(
-            "join", self.line, "--state", self.folder / name, "--name", name, "--threads", "1", *given,
+            "join", self.line, "--state", self.folder / name, "--name", name, "--threads", "1", *given, *terms,
             cwd=self.folder, log=self.folder / f"{name}.log",
         )  # fmt: skip
 

@@ -93,6 +93,7 @@ def joined(
         try:
             return await asyncio.wait_for(joining.work(lambda _: None), 20)
         finally:
+            await joining.close()
             files.close()
             compute.close()
 

@@ -152,6 +152,12 @@ def join(
         str | None, typer.Option("--max-upload", metavar="RATE", help="Send no faster: 5mbit.")
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 for all cores.")] = 0,
+    policy: Annotated[
+        Path | None, typer.Option("--policy", metavar="FILE", help="What may run here and what may leave; it wins.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would run and what would leave; do nothing of it.")
+    ] = False,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
     """Give this machine to a run, on your terms."""
@@ -172,6 +178,7 @@ def join(
         device=device,
         num_threads=threads,
         allow_strategies=tuple(allow_strategy or []),
+        policy=policy,
         max_memory_bytes=parse_memory(max_memory) if max_memory is not None else 0,
         share_dir=None if with_parent else cache_folder() / "objects",  # local workers stand for machines of their own
         base_share_dir=folder.parent / "base" if with_parent else None,  # but hold a model that is never changed once
@@ -179,6 +186,11 @@ def join(
         only_when=parse_conditions(only_when) if only_when is not None else (),
         max_upload_bytes_per_s=parse_rate(max_upload) if max_upload is not None else 0.0,
     )
+    if dry_run:
+        from potluck.cli.looking import print_prospect
+
+        print_prospect(options)
+        return
     run_worker(options, with_parent=with_parent)
 
 
@@ -226,6 +238,36 @@ def profile(
         put_json(found.to_json())
     else:
         print(profile_text(found), end="")
+
+
+@app.command()
+def receipts(
+    run_name: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="Of one run only: its name or id.")
+    ] = None,
+    state: WorkerFolder = None,
+    as_json: Json = False,
+) -> None:
+    """On a worker: everything that left this machine."""
+    from potluck.cli.receipts import receipts_json, receipts_text
+
+    folder = state or Path.home() / ".potluck" / "worker"
+    if as_json:
+        put_json(receipts_json(folder, run_name))
+    else:
+        print(receipts_text(folder, run_name), end="")
+
+
+@app.command()
+def digest(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A strategy file, or a model directory.")],
+) -> None:
+    """Print the digest by which a policy allows a strategy file or a base model."""
+    from potluck.cli.digests import digest_lines
+    from potluck.cli.quiet import quiet_libraries
+
+    quiet_libraries()
+    print("\n".join(digest_lines(path)))
 
 
 @app.command()

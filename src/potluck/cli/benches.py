@@ -17,8 +17,8 @@ from typing import Any, get_args, get_type_hints
 import psutil
 
 import potluck.bench
-from potluck.coordinator.mistakes import nearest
 from potluck.types.errors import PotluckError
+from potluck.types.mistakes import nearest
 
 
 def list_benches() -> dict[str, str]:

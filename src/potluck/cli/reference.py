@@ -22,6 +22,7 @@ from potluck.optim.inner import InnerConfig
 from potluck.strategies.registry import shipped as strategies
 from potluck.strategies.registry import strategy_type
 from potluck.types import errors
+from potluck.worker import policy
 
 MADE = "<!-- Made by scripts/docs from the code; do not edit. -->"
 
@@ -58,6 +59,71 @@ what, the value measured, the limit, what to do. Its exit code says which kind i
 
 EXIT_CODES_TAIL = """| 130 | ended at once by a second Ctrl-C or SIGTERM; what was committed is safe |
 """
+
+
+POLICY_HEAD = f"""{MADE}
+# The owner's policy
+
+Whoever gives a machine and text to a run decides what may run there and what may leave it. `join` reads that from a
+file, which wins over any recipe:
+
+    potluck join @line.txt --data notes/ --policy policy.toml
+
+It is read strictly: an unknown key, or a file that cannot be read, stops the worker before it has contacted anybody.
+This one comes with the package, as `potluck/worker/policy.toml`:
+
+"""
+
+POLICY_TAIL = """
+A run that the policy does not allow is refused before anything is fetched or trained: the worker says why, leaves, and
+ends with exit code 8. The coordinator hears the same sentence, or with `notes = false` none. What a strategy's results
+hold is known beforehand from what its tasks declare (`@task`, [own method](own_method.md)); a result that holds
+something else is not sent, and the worker leaves. An update on too few examples costs that task only.
+
+`min_examples` counts *different* training sequences, or records, that were read for the update and used. Losses over
+held-out text are no updates. They leave whatever their number is; leave out `loss_sum` if they may not.
+
+What a policy does not govern: that the worker is there, what it is doing and how fast (its signs of life), its
+certificate, and which objects it asks for. What an allowed update tells of the text below it is another matter:
+[security](security.md#what-is-not-protected-yet).
+
+## Digests
+
+A base model goes by one digest of all it consists of, in the precision that the run holds it in (`model.base`). Who
+has the model's directory makes it without a run; `--dry-run` says which one a run has. A strategy file goes by the
+digest of its bytes.
+
+    potluck digest my-model
+    potluck digest averaging.py
+
+## Before joining
+
+    potluck join @line.txt --data notes/ --policy policy.toml --dry-run
+
+prints the run, its strategy and settings, its base model with the digest, how text would be read, the memory it
+takes, and everything that would leave, each with its kind, size and codec. It fetches and trains nothing, tells the
+coordinator nothing of the machine, and no round waits for it; a machine that is new there is enrolled by it, under the
+name it will have. It ends with 0 if the worker would take part, else with the reason and 8.
+
+## Afterwards
+
+    potluck receipts
+    potluck receipts --run stdlib-gpt --json
+
+lists what left: every result with the names and values of its numbers, its vectors by name with bytes, codec and
+digest, and the number of training sequences it stands on; failures and sentences as they were sent; what was told of
+the machine. Signs of life are counted. Each line is written before what it lists is sent (`receipts/` in the worker's
+state folder), and where the disk has no room for it, nothing is sent. Text of yours is never in it. The newest 64 MiB
+are kept; of what is older, the sums for each run.
+"""
+
+
+def policy_page() -> str:
+    """docs/policy.md."""
+    example = Path(policy.__file__).with_name("policy.toml").read_text(encoding="utf-8")
+    parts = [POLICY_HEAD + f"```toml\n{example}```\n", "## Keys\n", _table(policy.Policy)]
+    parts += ["### privacy\n", *_about(policy.PrivacyPolicy), _table(policy.PrivacyPolicy)]
+    return "\n".join(parts) + POLICY_TAIL
 
 
 def recipes_page() -> str:
@@ -176,7 +242,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def main(folder: Path) -> None:
-    for name, text in (("recipes.md", recipes_page()), ("exit_codes.md", exit_codes_page())):
+    made = {"recipes.md": recipes_page(), "exit_codes.md": exit_codes_page(), "policy.md": policy_page()}
+    for name, text in made.items():
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from potluck.coordinator.mistakes import nearest
 from potluck.storage.ledger import MARK
 from potluck.types.errors import PotluckError
+from potluck.types.mistakes import nearest
 
 
 def new_run(folder: Path) -> Path:

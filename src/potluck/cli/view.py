@@ -28,6 +28,7 @@ num_operations = 3
 STYLES = {
     "joined": "green",
     "left": "yellow",
+    "declined": "yellow",
     "lost": "yellow",
     "discarded": "red",
     "rolled_back": "red",

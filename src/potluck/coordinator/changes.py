@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from potluck.coordinator.core import Coordinator, open_ledger
-from potluck.coordinator.mistakes import nearest
 from potluck.coordinator.prepare import replanned, stored_recipe
 from potluck.coordinator.recipe import ALTERNATIVES, Recipe, apply_override, known_keys, parse_recipe
 from potluck.storage.files import FolderLock
 from potluck.storage.ledger import MARK, Ledger, Operation
 from potluck.types.errors import RecipeError
+from potluck.types.mistakes import nearest
 
 SET = "set"
 spent = "; that much is done already, so no further round begins"

@@ -190,6 +190,7 @@ def _plan(
         snapshot_every_steps=recipe.fleet.snapshot_every_steps,
         kept_vectors=kept_vectors(strategy),
         up_rules=recipe.codec.up_rules,
+        up_codec=recipe.codec.up,
         devices_hold_model=not on_head,
     )
     plan = Plan(

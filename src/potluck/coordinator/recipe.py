@@ -29,7 +29,6 @@ from potluck.codecs.base import codec, codec_names
 from potluck.codecs.policy import CodecPolicy, CodecRule
 from potluck.codecs.spec import parse_spec
 from potluck.coordinator.divergence import DivergenceConfig
-from potluck.coordinator.mistakes import nearest, sentence
 from potluck.coordinator.plan import CheckpointConfig, ValidationConfig
 from potluck.coordinator.shipped import shipped
 from potluck.coordinator.transfer import TransferConfig
@@ -41,6 +40,7 @@ from potluck.planner.compression import CompressionConfig
 from potluck.strategies.registry import config_type
 from potluck.strategies.run import Budget
 from potluck.types.errors import RecipeError
+from potluck.types.mistakes import nearest, sentence
 
 M = TypeVar("M", bound=BaseModel)
 

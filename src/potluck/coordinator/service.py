@@ -29,9 +29,11 @@ from potluck.types.disk import full_disk_named
 from potluck.types.errors import ConnectionLost, CorruptError, Refused, ResourceError
 from potluck.types.ids import Digest, LeaseId, WorkerId
 from potluck.types.profile import DeviceProfile
+from potluck.types.untrusted import printable
 
 MAX_STRATEGY_FILES = 64
 MAX_PROCESS_NAME = 64
+MAX_ERROR_LENGTH = 500
 MAX_REPORTS = 100  # of one worker between two heartbeats; more wait, and their sender with them
 MAX_REPORTS_S = 10.0
 REPORT_BYTES = 64 << 10
@@ -108,6 +110,12 @@ class CoordinatorService:
         if peer.role != "worker":
             raise Refused(f"{peer.id} has the role {peer.role} and only workers join a run")
         spec = self.run.plan.spec
+        reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=self._run_json).SerializeToString()
+        if request.is_look:
+            await self._turn_of("Welcome", peer.id)
+            if request.declines:
+                self._declined(peer.id, printable(request.declines, MAX_ERROR_LENGTH))
+            return reply
         allowed = {f.digest for f in request.strategies[:MAX_STRATEGY_FILES]}
         if spec.strategy_digest and spec.strategy_digest not in allowed:
             raise Refused(
@@ -124,8 +132,14 @@ class CoordinatorService:
         known = peer.id in self.run.roster.members
         self.run.roster.arrive(peer.id, profile, self.run.clock.now())
         self.run.tell("joined", f"{peer.id} {'is back' if known else 'joined'} ({profile.device})", worker=peer.id)
-        reply = pb.WelcomeReply(version=version(), run_id=spec.run_id, run_json=self._run_json)
-        return reply.SerializeToString()
+        return reply
+
+    def _declined(self, worker: WorkerId, why: str) -> None:
+        """Its owner does not let it take part. It never opens Control, so no round has counted it in."""
+        self.run.tell("declined", f"{worker} does not take part: {why}", worker=worker, reason=why)
+        member = self.run.roster.members.get(worker)
+        if member is not None:
+            self.run.roster.leave(member)
 
     def _tell_of_twins(self, worker: WorkerId, text: str) -> None:
         self.run.told_of[worker] = text

@@ -168,7 +168,13 @@ class PrivateSource:
         self.num_sequences = int(self._ends[-1])
         self._seed = seed
         self._batch_size = batch_size
+        self._read: set[int] = set()
         self.seek(cursor)
+
+    @property
+    def num_different(self) -> int:
+        """How many sequences it has read, each counted once however often it was read."""
+        return len(self._read)
 
     @property
     def cursor(self) -> Cursor:
@@ -190,6 +196,7 @@ class PrivateSource:
             epoch, position = self._cursor.epoch, self._cursor.position
             order = _order(self._seed, epoch, "private", self.num_sequences)[position : position + missing]
             rows += [self._row(int(i)) for i in order]
+            self._read.update(order.tolist())
             missing -= len(order)
             self.seek(Cursor(epoch, position + len(order)))
         return torch.cat(rows)

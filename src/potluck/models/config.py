@@ -8,6 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from potluck.lora.factors import scale_for
+from potluck.storage.digest import digest_bytes
+from potluck.types.ids import Digest
 
 PrecisionName = Literal["fp32", "bf16-mixed"]
 BasePrecision = Literal["fp32", "bf16", "int8"]
@@ -76,6 +78,11 @@ class BaseFiles(BaseModel):
     @property
     def num_bytes(self) -> int:
         return sum(each.num_bytes for each in self.objects)
+
+    @property
+    def digest(self) -> Digest:
+        """Names the whole base as it is held: of its precision and the digests of its objects, in their order."""
+        return digest_bytes("\n".join((self.precision, *(each.digest for each in self.objects))).encode())
 
 
 class ModelConfig(BaseModel):

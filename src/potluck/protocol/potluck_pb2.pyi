@@ -61,16 +61,20 @@ class StrategyFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class WelcomeRequest(_message.Message):
-    __slots__ = ("version", "profile_json", "strategies", "process")
+    __slots__ = ("version", "profile_json", "strategies", "process", "is_look", "declines")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROFILE_JSON_FIELD_NUMBER: _ClassVar[int]
     STRATEGIES_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    IS_LOOK_FIELD_NUMBER: _ClassVar[int]
+    DECLINES_FIELD_NUMBER: _ClassVar[int]
     version: Version
     profile_json: str
     strategies: _containers.RepeatedCompositeFieldContainer[StrategyFile]
     process: str
-    def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., profile_json: _Optional[str] = ..., strategies: _Optional[_Iterable[_Union[StrategyFile, _Mapping]]] = ..., process: _Optional[str] = ...) -> None: ...
+    is_look: bool
+    declines: str
+    def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., profile_json: _Optional[str] = ..., strategies: _Optional[_Iterable[_Union[StrategyFile, _Mapping]]] = ..., process: _Optional[str] = ..., is_look: _Optional[bool] = ..., declines: _Optional[str] = ...) -> None: ...
 
 class WelcomeReply(_message.Message):
     __slots__ = ("version", "run_id", "run_json")

@@ -23,9 +23,9 @@ from typing import Annotated, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from potluck.coordinator.mistakes import nearest, sentence
 from potluck.simulator.fleets import Device, Range
 from potluck.types.errors import RecipeError
+from potluck.types.mistakes import nearest, sentence
 
 folder = Path(__file__).resolve().parent.parent / "fleets"
 MAX_DEVICES = 100_000

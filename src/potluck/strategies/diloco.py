@@ -55,7 +55,7 @@ class DiLoCoState(State):
 
 
 # The half that runs on the device.
-@task("diloco.inner", kind="pinned", numbers=STEP_NUMBERS)
+@task("diloco.inner", kind="pinned", numbers=STEP_NUMBERS, vector="delta")
 def inner(
     replica: Replica, *, theta: Vector, num_steps: int, progress: tuple[float, float], mean_steps: int = 0
 ) -> Result:

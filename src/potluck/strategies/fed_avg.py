@@ -115,7 +115,7 @@ class FedAvgState(State):
 
 
 # The half that runs on the device.
-@task("fed_avg.inner", kind="pinned", numbers=STEP_NUMBERS)
+@task("fed_avg.inner", kind="pinned", numbers=STEP_NUMBERS, vector="delta")
 def inner(
     replica: Replica,
     *,
@@ -130,7 +130,7 @@ def inner(
     return take_steps(replica, theta=theta, num_steps=num_steps, progress=progress, mean_steps=mean_steps)
 
 
-@task("fed_avg.corrected", kind="pinned", numbers=STEP_NUMBERS)
+@task("fed_avg.corrected", kind="pinned", numbers=STEP_NUMBERS, vector="delta")
 def corrected(
     replica: Replica,
     *,

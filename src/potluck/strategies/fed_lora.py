@@ -128,7 +128,7 @@ rules: Mapping[RuleName, Rule] = {
 
 
 # The half that runs on the device.
-@task("fed_lora.inner", kind="pinned", numbers=STEP_NUMBERS)
+@task("fed_lora.inner", kind="pinned", numbers=STEP_NUMBERS, vector="delta")
 def inner(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int], rank: int,
     trains: Sequence[int], sends: Sequence[int], begins_anew: bool, num_steps: int, progress: tuple[float, float],
@@ -150,14 +150,26 @@ def inner(
 @task("fed_lora.loss", kind="pinned", numbers=("num_tokens", "loss_sum"))
 def held_out_loss(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int],
-    beta: float = 0.0, personal: bool = False,
+    beta: float = 0.0,
 ) -> Result:  # fmt: skip
-    """With `personal` also the loss of the parameters that the worker ended its last round with, if there was one."""
     if beta:
         replica.prefer(beta=beta)
     replica.load(_begin(replica, theta=theta, parts=parts, keeps=keeps, rank=0))
-    own = replica.kept.tensors().get(_own) if personal else None
-    return evaluation.over(replica, personal=None if own is None else Vector.of(own))
+    return evaluation.over(replica)
+
+
+@task("fed_lora.losses", kind="pinned", numbers=("num_tokens", "loss_sum", "personal_loss_sum"))
+def held_out_losses(
+    replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int],
+    beta: float = 0.0,
+) -> Result:  # fmt: skip
+    """Also of the parameters that the worker ended its last round with; before its first they are the run's."""
+    if beta:
+        replica.prefer(beta=beta)
+    start = _begin(replica, theta=theta, parts=parts, keeps=keeps, rank=0)
+    replica.load(start)
+    own = replica.kept.tensors().get(_own)
+    return evaluation.over(replica, personal=start if own is None else Vector.of(own))
 
 
 def _begin(
@@ -235,6 +247,7 @@ class FedLoRA:
             return inner.bind(
                 **self._given(starts[rank], run, rank), rank=rank, trains=part_of(places, rule.trains(num), rank),
                 sends=sends, begins_anew=rule.begins_anew, num_steps=steps, progress=shares.progress,
+                personal=self.config.personal,
                 mean_steps=shares.mean_steps if rule.is_mean else 0,
             ).gives(sends)  # fmt: skip
 
@@ -291,7 +304,6 @@ class FedLoRA:
             "parts": parts,
             "keeps": part_of(places, ("b",), rank) if rule.keeps_own else (),
             "beta": self.beta,
-            "personal": self.config.personal,
         }
 
     def _joined(
@@ -344,7 +356,8 @@ class FedLoRA:
     async def validate(self, state: FedLoRAState, fleet: Fleet, *, num_parts: int) -> Loss:
         """With `fed_sa` each worker has its own B: what it validates is its own model."""
         assert fleet.run.adapter is not None
-        work = held_out_loss.bind(**self._given(state.params, fleet.run, fleet.run.adapter.rank))
+        measure = held_out_losses if self.config.personal else held_out_loss
+        work = measure.bind(**self._given(state.params, fleet.run, fleet.run.adapter.rank))
         return await evaluation.by_members(fleet, lambda _: work, num_parts)
 
     def estimate(self, run: RunFacts) -> RoundBytes:

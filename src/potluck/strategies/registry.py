@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from potluck.strategies.strategy import Strategy
+from potluck.strategies.task import TaskFunction
 from potluck.types.errors import RecipeError
 
 STRATEGY_PARTS = ("Config", "State", "init", "run_round", "estimate")
@@ -59,6 +60,21 @@ def install_tasks(name: str) -> None:
     importlib.import_module("potluck.strategies.evaluation")
     if name in shipped:
         importlib.import_module(shipped[name].partition(":")[0])
+
+
+def tasks_of(kind: type[Strategy]) -> tuple[TaskFunction, ...]:
+    """What workers of a run with this strategy are given to do: the tasks that its module (and those of the classes
+    it is derived from) defines or imports, and validation.
+    """
+    modules = [sys.modules[each.__module__] for each in kind.__mro__ if each is not object]
+    return tasks_in(*modules)
+
+
+def tasks_in(*modules: Any) -> tuple[TaskFunction, ...]:
+    """The tasks that modules define or import, and validation."""
+    evaluation = importlib.import_module("potluck.strategies.evaluation")
+    found = (value for module in (*modules, evaluation) for value in vars(module).values())
+    return tuple(dict.fromkeys(value for value in found if isinstance(value, TaskFunction)))
 
 
 def load_file(path: Path) -> Any:

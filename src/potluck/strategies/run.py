@@ -53,6 +53,7 @@ class RunSpec(BaseModel):
     devices_hold_model: bool = True  # False: they do pieces of products, and the model is nowhere but on the head
     kept_vectors: float = Field(default=0.0, ge=0, le=1000)  # strategies/strategy.py
     up_rules: list[dict[str, Any]] = []  # which tensors of a result go in which codec: codecs/policy.py
+    up_codec: str = Field(default="fp32", max_length=200)  # of all others, unless a lease names another one
 
     @property
     def rows_per_record(self) -> int:

@@ -112,7 +112,7 @@ class StreamingDiLoCoState(State):
 
 
 # The half that runs on the device.
-@task("streaming_diloco.inner", kind="pinned", numbers=STEP_NUMBERS)
+@task("streaming_diloco.inner", kind="pinned", numbers=STEP_NUMBERS, vector="delta")
 def inner(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], starts: bool, mixing: float,
     num_steps: int, progress: tuple[float, float], sends: Sequence[int] | None, own_share: float,

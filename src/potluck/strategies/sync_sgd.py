@@ -45,7 +45,8 @@ class SyncSGDState(State):
     second_moment: Params
 
 
-@task("sync_sgd.gradient", kind="pinned", numbers=("num_tokens", "loss_sum"))  # pinned: it moves the data position
+# Pinned: it moves the data position.
+@task("sync_sgd.gradient", kind="pinned", numbers=("num_tokens", "loss_sum"), vector="gradient")
 def gradient(replica: Replica, *, theta: Vector, num_sequences: int) -> Result:
     replica.load(theta)
     summed, loss = replica.gradient(num_sequences=num_sequences)

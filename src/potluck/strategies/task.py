@@ -25,6 +25,7 @@ from potluck.types.params import Params, Part
 from potluck.types.vector import Vector
 
 Kind = Literal["pure", "pinned", "session"]
+FieldKind = Literal["number", "text", "vector", "tensor"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ class Result:
 
 
 @dataclass(frozen=True)
+class ResultField:
+    """Something that a task's result holds, as the task declares it."""
+
+    name: str
+    kind: FieldKind
+
+
+@dataclass(frozen=True)
 class TaskFunction:
     """An installed task: its name on the wire, its kind, and the function a device calls."""
 
@@ -57,6 +66,18 @@ class TaskFunction:
     kind: Kind
     function: Callable[..., Result]
     numbers: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    vector: str = ""
+    inline: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> tuple[ResultField, ...]:
+        """What leaves a device with its result."""
+        vectors = (self.vector,) if self.vector else ()
+        named: tuple[tuple[FieldKind, tuple[str, ...]], ...] = (
+            ("number", self.numbers), ("text", self.texts), ("vector", vectors), ("tensor", self.inline),
+        )  # fmt: skip
+        return tuple(ResultField(name, kind) for kind, names in named for name in names)
 
     def bind(self, **arguments: Any) -> BoundTask:
         """Work to hand to a fleet."""
@@ -99,18 +120,21 @@ _name_pattern = re.compile(r"[a-z0-9_]+\.[a-z0-9_]+")
 
 
 def task(
-    name: str, *, kind: Kind = "pure", numbers: tuple[str, ...] = ()
-) -> Callable[[Callable[..., Result]], TaskFunction]:
+    name: str, *, kind: Kind = "pure", numbers: tuple[str, ...] = (), texts: tuple[str, ...] = (), vector: str = "",
+    inline: tuple[str, ...] = (),
+) -> Callable[[Callable[..., Result]], TaskFunction]:  # fmt: skip
     """Install a function under `method.verb`, so that devices may run it.
 
-    `numbers` are the scalars of its result that the coordinator counts on: a reply without them is refused.
+    `numbers` are the scalars of its result that the coordinator counts on: a reply without them is refused. With
+    `texts` (scalars that are text), the `vector` in its tensors and the tensors `inline` they are all that its result
+    holds: an owner is asked for these before anything is trained, and what is not declared may be refused afterwards.
     """
     assert _name_pattern.fullmatch(name), f"a task is named method.verb, not {name!r}"
 
     def install(function: Callable[..., Result]) -> TaskFunction:
         before = _installed.get(name)
         assert before is None or before.function.__module__ == function.__module__, f"two tasks are named {name}"
-        installed = TaskFunction(name, kind, function, numbers)
+        installed = TaskFunction(name, kind, function, numbers, texts, vector, inline)
         _installed[name] = installed
         return installed
 

@@ -118,7 +118,7 @@ def unpacked(text: object, dtype: str = "<f4") -> tuple[float, ...]:
 
 
 # The half that runs on the device.
-@task("zeroth_order.inner", kind="pinned", numbers=("num_tokens", "loss_sum"))
+@task("zeroth_order.inner", kind="pinned", numbers=("num_tokens", "loss_sum"), texts=("slopes",))
 def inner(
     replica: Replica, *, theta: Vector | None, is_first: bool, sums: Sequence[Any] | None, missed: Sequence[Any],
     seeds: Sequence[Sequence[int]], lr: float, epsilon: float, difference: Difference, num_sequences: int,
@@ -174,11 +174,14 @@ def _caught_up(
 
 
 def _sequences(batches: Any, num: int) -> Tensor:
-    """So many of the task's sequences: [num, seq_len + 1]."""
+    """So many of the task's sequences: [num, seq_len + 1]. InvalidUpdate where some that were read would go unused."""
     rows: list[Tensor] = []
     while sum(len(each) for each in rows) < num:
         rows.append(next(batches))
-    return torch.cat(rows)[:num]
+    found = torch.cat(rows)
+    if len(found) != num:
+        raise InvalidUpdate(f"a step is to take {num} sequences, which are no whole number of batches")
+    return found
 
 
 # The half that runs on the coordinator.

@@ -9,6 +9,7 @@
     ├── Refused                      8   the other side said no, with its reason
     │   ├── NotAdmitted              8   token, certificate or role not accepted
     │   ├── VersionMismatch          9   another major protocol version
+    │   ├── OwnerRefused             8   the policy of a machine's owner does not allow it
     │   ├── InvalidUpdate            8   tensors that are not finite, too large or not this model's
     │   └── StateMissing             8   a worker has not what its next task goes on from
     ├── CorruptError                10   a file or transfer that does not match its digest
@@ -60,6 +61,10 @@ class NotAdmitted(Refused):
 
 class VersionMismatch(Refused):
     exit_code = 9
+
+
+class OwnerRefused(Refused):
+    exit_code = 8
 
 
 class InvalidUpdate(Refused):

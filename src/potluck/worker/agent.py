@@ -21,10 +21,11 @@ from potluck.protocol.frames import unpack_data
 from potluck.strategies.run import RunSpec
 from potluck.transport.connection import Channel, Connection
 from potluck.transport.inline import Assembler, frames
-from potluck.types.errors import ConnectionLost, CoordinatorUnreachable, CorruptError, Refused
+from potluck.types.errors import ConnectionLost, CoordinatorUnreachable, CorruptError, OwnerRefused, Refused
 from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile, LinkRates
 from potluck.types.untrusted import printable
+from potluck.worker.gate import Gate
 from potluck.worker.link import Link
 from potluck.worker.runner import Runner
 
@@ -36,8 +37,24 @@ repeat_s = 60.0
 MAX_RUN_JSON_BYTES = 1 << 26
 MAX_SENTENCE_LENGTH = 500
 MAX_HEARTBEAT_S = 3600.0
+farewell_s = 0.2
+"""So long the last message has to get out before its stream closes."""
 least_sleep_s = 10.0
 """A gap in the worker's time from which on the machine is taken to have slept: its connection is not believed then."""
+
+
+def read_welcome(data: bytes) -> RunSpec:
+    """What the run is, from the coordinator's WelcomeReply. Refused where it cannot be read."""
+    try:
+        reply = parse(pb.WelcomeReply, data)
+        check_version(reply.version, who="the coordinator")
+        if len(reply.run_json) > MAX_RUN_JSON_BYTES:
+            raise Refused("the coordinator's description of the run is too long to be true")
+        return _read_spec(reply.run_json)
+    except ValueError as error:
+        raise Refused(
+            f"the coordinator's description of the run cannot be read: {printable(str(error), 500)}"
+        ) from error
 
 
 @lru_cache(maxsize=4)
@@ -66,11 +83,11 @@ class Agent:
     def __init__(
         self, introduction: Introduction, *, connect: Callable[[], Awaitable[Connection]],
         equip: Callable[[RunSpec, Link], Awaitable[Runner]], clock: Clock, told: Callable[[str], None],
-        patience_s: float = 60.0, link: Link | None = None, least_heartbeat_s: float = 0.0,
+        patience_s: float = 60.0, link: Link | None = None, least_heartbeat_s: float = 0.0, gate: Gate | None = None,
     ) -> None:  # fmt: skip
         self.introduction = introduction
         self._connect, self._equip, self._clock, self._told = connect, equip, clock, told
-        self._patience_s = patience_s
+        self._patience_s, self._gate = patience_s, gate or Gate()
         self._random = random.Random(introduction.id)
         self._leaving = asyncio.Event()
         self._note = ""
@@ -162,21 +179,12 @@ class Agent:
         """Welcome: learn what the run is, and get ready for it the first time."""
         request = pb.WelcomeRequest(
             version=version(),
-            profile_json=json.dumps(self.profile.to_json()),
+            profile_json=json.dumps(self._gate.told_of(self.profile)),
             strategies=[pb.StrategyFile(name=n, digest=d) for n, d in self.introduction.strategies],
             process=self.introduction.process,
         )
-        data = await connection.call("Welcome", request.SerializeToString())
-        try:
-            reply = parse(pb.WelcomeReply, data)
-            check_version(reply.version, who="the coordinator")
-            if len(reply.run_json) > MAX_RUN_JSON_BYTES:
-                raise Refused("the coordinator's description of the run is too long to be true")
-            spec = _read_spec(reply.run_json)
-        except ValueError as error:
-            raise Refused(
-                f"the coordinator's description of the run cannot be read: {printable(str(error), 500)}"
-            ) from error
+        await self._gate.pass_welcome(request)
+        spec = read_welcome(await connection.call("Welcome", request.SerializeToString()))
         if self.spec is not None and spec.run_id != self.spec.run_id:
             raise Refused(f"the coordinator now serves run {spec.run_id} and this worker joined {self.spec.run_id}")
         allowed = {digest for _, digest in self.introduction.strategies}
@@ -184,11 +192,25 @@ class Agent:
             raise Refused(
                 f"the run uses {spec.strategy}, which is not among the files of --allow-strategy; nothing ran"
             )
-        self.spec = spec
-        self.link.set(connection)
-        if self.runner is None:
-            self._told(f"joined run {printable(spec.name, 200)} ({spec.run_id}) as {self.introduction.id}")
-            self.runner = await self._equip(spec, self.link)
+        try:
+            await self._gate.admit(spec)
+            self.spec = spec
+            self.link.set(connection)
+            if self.runner is None:
+                self._told(f"joined run {printable(spec.name, 200)} ({spec.run_id}) as {self.introduction.id}")
+                self.runner = await self._equip(spec, self.link)
+        except OwnerRefused as refused:
+            with contextlib.suppress(ConnectionLost):
+                await self._decline(connection, refused)
+            raise
+
+    async def _decline(self, connection: Connection, refused: OwnerRefused) -> None:
+        """Tell the coordinator that this worker takes no part."""
+        request = pb.WelcomeRequest(
+            version=version(), is_look=True, declines=printable(str(refused), MAX_SENTENCE_LENGTH)
+        )
+        await self._gate.pass_welcome(request)
+        await connection.call("Welcome", request.SerializeToString())
 
     async def _serve(self, connection: Connection, running: asyncio.Task[None]) -> None:
         """Control and Data until the link breaks or the run ends."""
@@ -210,7 +232,7 @@ class Agent:
                 self._send_emissions(),
                 self._read_data(data),
                 self._write_data(send_data),
-                *(pieces.serve(send_data) if pieces is not None else ()),
+                *(pieces.serve(self._gate.passing_pieces(send_data)) if pieces is not None else ()),
                 self._reconnect.wait(),
             )
         ]
@@ -259,13 +281,16 @@ class Agent:
                 results=list(runner.results.values()),
                 progress=runner.progress(),
                 input_acks=runner.input_acks(),
-                leaving=self._leaving.is_set(),
+                leaving=self._leaving.is_set() or self._gate.refusal is not None,
                 note=self._note,
-                profile_json=json.dumps(self.profile.to_json()) if is_news else "",
+                profile_json=json.dumps(self._gate.told_of(self.profile)) if is_news else "",
             )
+            await self._gate.pass_report(report)
             await control.send(report.SerializeToString())
-            if self._leaving.is_set():
-                await self._clock.sleep(0.2)  # let the message out before the stream closes
+            if report.leaving:
+                await self._clock.sleep(farewell_s)
+                if self._gate.refusal is not None:
+                    raise self._gate.refusal
                 return
             heartbeat_s = max(self._heartbeat_s or self.spec.heartbeat_s, self._least_heartbeat_s)
             waits_from = self._clock.now()

@@ -10,6 +10,7 @@ from potluck.storage.digest import check_digest
 from potluck.strategies.registry import install_tasks
 from potluck.strategies.run import RunSpec
 from potluck.worker.base import fetch_base
+from potluck.worker.gate import Gate
 from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
 from potluck.worker.pieces import Pieces
@@ -38,6 +39,7 @@ async def equip(
     share_dir: Path | None = None,
     base_share_dir: Path | None = None,
     num_threads: int | None = None,
+    gate: Gate | None = None,
     make: Callable[..., Runner] = Runner,
 ) -> Runner:
     """Everything a worker needs before its first task. DataError, ModelError or ResourceError if it cannot be had.
@@ -69,6 +71,8 @@ async def equip(
             spec, run_folder.objects, data=data, cache_dir=run_folder.root / "data", tokenizer=tokenizer
         )
     )
+    gate = gate or Gate()
+    gate.admit_data(sources.own)
     if sources.own is not None and sources.own.report.is_flawed:
         for where in sources.own.report.skipped:
             told(f"skipped {where.file}:{where.line}: {where.reason}")  # the place is for the owner only
@@ -78,13 +82,12 @@ async def equip(
         told(f"fetching what is not here yet of the model below the adapters, {spec.base.num_bytes:,} bytes")
         base = await fetch_base(spec.base, link, run_folder.objects, base_share, files, note)
     trainer = await compute.run(build, base)
+    pieces = (
+        Pieces(compute=compute, clock=clock, note=note, limit_bytes=piece_memory_bytes) if gate.lets_pieces else None
+    )
     runner = make(
         spec=spec, folder=run_folder, trainer=trainer, sources=sources, link=link, clock=clock, compute=compute,
-        files=files, note=note,
-        share=share,
-        pieces=Pieces(
-            compute=compute, clock=clock, note=note, limit_bytes=piece_memory_bytes,
-        ),
+        files=files, note=note, share=share, pieces=pieces, gate=gate,
     )  # fmt: skip
     await runner.restore()
     return runner

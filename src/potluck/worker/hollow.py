@@ -14,7 +14,7 @@ class HollowTrainer:
 
     def __init__(self) -> None:
         self.layout = Layout.of([])
-        self.num_steps = self.num_batches = self.adapter_rank = 0
+        self.num_steps = self.num_batches = self.num_unused = self.adapter_rank = 0
         self.tokens_per_s = self.seconds_before = 0.0
 
     def cancel(self) -> None:

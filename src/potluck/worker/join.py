@@ -7,12 +7,14 @@ import contextlib
 import gc
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from potluck.clock import Clock, SystemClock, ThreadExecutor
 from potluck.models.device import choose_device, describe
+from potluck.protocol import pb, version
 from potluck.storage.digest import digest_file
 from potluck.storage.files import FolderLock
 from potluck.strategies.registry import load_file
@@ -22,13 +24,18 @@ from potluck.transport.grpc.client import GrpcConnection
 from potluck.transport.pace import Limits, PacedConnection, Pacer
 from potluck.transport.security.enrol import enter
 from potluck.transport.security.identity import Identity, apply_renewal, renewal_request
-from potluck.types.errors import ConnectionLost, DataError
+from potluck.types.errors import ConnectionLost, CoordinatorUnreachable, DataError, OwnerRefused
 from potluck.types.profile import DeviceProfile
-from potluck.worker.agent import Agent, Introduction
+from potluck.worker.agent import Agent, Introduction, read_welcome
 from potluck.worker.equip import equip
+from potluck.worker.gate import Gate
 from potluck.worker.link import Link
 from potluck.worker.measure import measured
 from potluck.worker.options import JoinOptions, Leaving
+from potluck.worker.policy import Policy, load_policy
+from potluck.worker.prospect import Prospect, prospect
+from potluck.worker.receipts import FOLDER as RECEIPTS
+from potluck.worker.receipts import ReceiptLog
 from potluck.worker.runner import Runner
 from potluck.worker.surroundings import Machine
 from potluck.worker.terms import Stop, Terms, duty
@@ -45,6 +52,21 @@ leave_patience_s = 5.0
 
 async def work(options: JoinOptions, *, told: Say, on_start: Callable[[Leaving], None] = lambda _: None) -> str:
     """Work for a run until it ends or this machine leaves; why it ended. PotluckError with what is wrong."""
+    async with _joining(options, told) as joining:
+        return await joining.work(on_start)
+
+
+async def look(options: JoinOptions, *, told: Say) -> Prospect:
+    """What `work` would do and what would leave this machine; nothing of it is done. PotluckError as there.
+
+    A machine that is new to the coordinator is enrolled by this and keeps its certificate: no run counts it in yet.
+    """
+    async with _joining(options, told) as joining:
+        return await joining.look()
+
+
+@contextlib.asynccontextmanager
+async def _joining(options: JoinOptions, told: Say) -> AsyncIterator[_Joining]:
     for path in options.data:
         if not path.exists() and not any(c in str(path) for c in "*?["):
             raise DataError(f"{path} does not exist; check the path given with --data")
@@ -52,7 +74,11 @@ async def work(options: JoinOptions, *, told: Say, on_start: Callable[[Leaving],
     lock = FolderLock(options.state_dir)
     files, compute = ThreadExecutor(2, "files"), ThreadExecutor(1, "compute")
     try:
-        return await _Joining(options, files, compute, told).work(on_start)
+        joining = _Joining(options, files, compute, told)
+        try:
+            yield joining
+        finally:
+            await joining.close()
     finally:
         files.close()
         compute.close()
@@ -68,21 +94,67 @@ class _Joining:
         self._folder = options.state_dir / "identity"
         self._process = secrets.token_hex(8)
         self._leaving = asyncio.Event()
+        self._receipts: ReceiptLog | None = None
         self._profile: DeviceProfile | None = None
         self._terms = Terms(options.state_dir, Machine(), hours=options.hours, only_when=options.only_when)
         self._pacer = Pacer(self.clock, Limits(up=options.max_upload_bytes_per_s))
 
     async def work(self, on_start: Callable[[Leaving], None]) -> str:
-        options = self.options
-        self._device = str(await self.files.run(choose_device, options.device))
-        self._strategies = await self.files.run(_allowed, options.allow_strategies)
-        self._identity = await enter(
-            options.link, name=options.name or socket.gethostname(), folder=self._folder,
-            executor=self.files, now=self.clock.time(),
-        )  # fmt: skip
+        await self._enter()
         if self._identity.role == "operator":
-            return f"this machine may operate the run; ask it with: potluck status {options.state_dir}"
+            return f"this machine may operate the run; ask it with: potluck status {self.options.state_dir}"
         on_start(self)
+        return await self._work()
+
+    async def close(self) -> None:
+        """List what was counted of what left, and close the receipts. ResourceError if the disk is full."""
+        if self._receipts is not None:
+            try:
+                await self._gate.close()
+            finally:
+                self._receipts.close()
+
+    async def look(self) -> Prospect:
+        """Ask what the run is, as one who does not join it."""
+        options = self.options
+        await self._enter()
+        connection = GrpcConnection(self._identity.address, self._identity)
+        try:
+            request = pb.WelcomeRequest(version=version(), is_look=True)
+            spec = read_welcome(await connection.call("Welcome", request.SerializeToString()))
+        except ConnectionLost as lost:
+            raise CoordinatorUnreachable(f"no coordinator answers ({lost}); check that `potluck host` runs") from lost
+        finally:
+            await connection.close()
+        objections = await self._gate.objections(spec)
+        if spec.strategy_digest and spec.strategy_digest not in (digest for _, digest in self._strategies):
+            objections.append(f"the run uses {spec.strategy}; read it and allow your copy of it with --allow-strategy")
+        return await self.compute.run(
+            lambda: prospect(
+                spec, self._gate.tasks_of(spec), policy=self._gate.policy, device=self._device,
+                max_memory_bytes=options.max_memory_bytes, data=options.data, objections=objections,
+            )
+        )  # fmt: skip
+
+    async def _enter(self) -> None:
+        """Read the owner's policy, then be known to the coordinator."""
+        options = self.options
+        policy = await self.files.run(load_policy, options.policy) if options.policy is not None else None
+        allowed = await self.files.run(_allowed, options.allow_strategies, policy)
+        self._strategies = tuple((name, digest) for name, digest, _ in allowed)
+        self._receipts = await self.files.run(ReceiptLog, options.state_dir / RECEIPTS)
+        modules = {digest: module for _, digest, module in allowed}
+        self._gate = Gate(
+            clock=self.clock, files=self.files, policy=policy, receipts=self._receipts, modules=modules
+        )  # fmt: skip
+        self._device = str(await self.files.run(choose_device, options.device))
+        own_name = socket.gethostname() if self._gate.policy.tells("host_name") else "worker"
+        self._identity = await enter(
+            options.link, name=options.name or own_name, folder=self._folder, executor=self.files,
+            now=self.clock.time(), asking=self._gate.introduce,
+        )  # fmt: skip
+
+    async def _work(self) -> str:
         is_back = False
         while True:
             await self._wait_for_terms()
@@ -152,7 +224,7 @@ class _Joining:
                 files=self.files, note=agent.note, told=self.say, data=options.data,
                 num_threads=options.num_threads or None,
                 max_memory_bytes=options.max_memory_bytes, piece_memory_bytes=profile.free_memory_bytes,
-                share_dir=options.share_dir, base_share_dir=options.base_share_dir,
+                share_dir=options.share_dir, base_share_dir=options.base_share_dir, gate=self._gate,
             )  # fmt: skip
             gc.freeze()  # what imports made is no garbage: to look through it again would hold the event loop up
             return runner
@@ -161,7 +233,7 @@ class _Joining:
             Introduction(
                 id=self._identity.worker_id, profile=profile, strategies=self._strategies, process=self._process
             ),
-            connect=connect, equip=equipped, clock=self.clock, told=self.say,
+            connect=connect, equip=equipped, clock=self.clock, told=self.say, gate=self._gate,
         )  # fmt: skip
         return agent
 
@@ -238,11 +310,19 @@ class _Joining:
         return renewed
 
 
-def _allowed(files: tuple[Path, ...]) -> tuple[tuple[str, str], ...]:
-    """Load the strategy files that the owner allows; their names and digests go to the coordinator."""
+def _allowed(files: tuple[Path, ...], policy: Policy | None) -> list[tuple[str, str, Any]]:
+    """Load the strategy files that the owner allows: the name and digest of each, which go to the coordinator, and
+    what it defines. OwnerRefused for one that the policy does not allow, before any of it runs.
+    """
+    found: list[tuple[str, str, Any]] = []
     for path in files:
-        load_file(path)
-    return tuple((path.name, digest_file(path)) for path in files)
+        digest = digest_file(path) if path.is_file() else ""
+        if digest and policy is not None and not policy.allows_strategy(digest):
+            raise OwnerRefused(
+                f"{path} is {digest}, which is not among the policy's strategies; add it, or leave it out"
+            )
+        found.append((path.name, digest, load_file(path)))
+    return found
 
 
 def _later(loop: asyncio.AbstractEventLoop, say: Say, text: str) -> None:

@@ -71,13 +71,18 @@ def resting_tensors(layout: Layout, rank: int) -> set[str]:
     return {spec.name for i, spec in enumerate(layout) if i not in trained}
 
 
+def memory_of_rank(spec: RunSpec, layout: Layout, rank: int, *, precision: str) -> TrainingMemory:
+    """What a replica takes that trains this rank of the run's adapters; 0 where it has none."""
+    resting = resting_tensors(layout, rank)
+    num_resting = sum(each.numel for each in layout if each.name in resting)
+    return replica_memory(spec, layout.numel - num_resting, precision=precision, num_resting=num_resting)
+
+
 def _check_memory(
     spec: RunSpec, layout: Layout, device: torch.device, precision: str, rank: int, *, max_memory_bytes: int,
     hardware: Hardware,
 ) -> None:  # fmt: skip
-    resting = resting_tensors(layout, rank)
-    num_resting = sum(each.numel for each in layout if each.name in resting)
-    need = replica_memory(spec, layout.numel - num_resting, precision=precision, num_resting=num_resting)
+    need = memory_of_rank(spec, layout, rank, precision=precision)
     free, _ = free_and_total_memory(device, hardware=hardware)
     host_free, _ = hardware.memory()
     limited = ""

@@ -20,6 +20,7 @@ class JoinOptions:
     device: str = "auto"
     num_threads: int = 0  # for compute on the CPU; 0 for all cores
     allow_strategies: tuple[Path, ...] = ()
+    policy: Path | None = None  # a file of its owner: worker/policy.py
     max_memory_bytes: int = 0  # 0 for no limit
     share_dir: Path | None = None  # where workers of this machine share downloads; None for each its own
     base_share_dir: Path | None = None  # the same for the frozen model below adapters; None for `share_dir`

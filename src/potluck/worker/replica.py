@@ -68,7 +68,7 @@ class TorchReplica:
         self.precision = choose_precision(spec.precision, self.device, hardware=hardware)
         self.on_step: Callable[[StepInfo], None] = lambda _: None
         self._inner, self._seq_len, self._seed, self._now = spec.inner, spec.seq_len, spec.seed, now
-        layout, vocab_size = _read_shape(spec)
+        layout, vocab_size = read_shape(spec)
         self.adapter_rank = fitting_rank(
             spec, layout, self.device, self.precision.name, max_memory_bytes=max_memory_bytes, hardware=hardware
         )
@@ -339,6 +339,11 @@ class TorchReplica:
             raise DataError("the task's data ended before its steps did; deal it more sequences or ask for fewer steps")
         return batches
 
+    @property
+    def num_left_over(self) -> int:
+        """Sequences that were read and not used yet."""
+        return 0 if self._left_over is None else len(self._left_over)
+
     def _next(self, limit: int) -> Tensor | None:
         """At most `limit` sequences that were not read before; None where the data ended."""
         batch = self._left_over if self._left_over is not None else next(self._source, None)
@@ -376,7 +381,7 @@ class TorchReplica:
         self.on_step(StepInfo(self._num_steps, loss, num_tokens / max(self._now() - started, 1e-9)))
 
 
-def _read_shape(spec: RunSpec) -> tuple[Layout, int]:
+def read_shape(spec: RunSpec) -> tuple[Layout, int]:
     """Layout and size of the vocabulary, as the coordinator sent them. ModelError if they are none."""
     vocab_size = spec.model_config_json.get("vocab_size")
     try:

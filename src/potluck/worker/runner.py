@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from potluck.clock import Clock, Executor
-from potluck.codecs.base import codec
 from potluck.codecs.bundle import Bundle, flat_size, pack_tensors, unpack_tensors
-from potluck.codecs.delta import WHOLE, layout_of, max_way, write_sum
+from potluck.codecs.delta import WHOLE, layout_of
 from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
 from potluck.protocol import AHEAD, pb, upload_purpose
@@ -30,6 +29,7 @@ from potluck.types.ids import Digest, LeaseId
 from potluck.types.untrusted import printable
 from potluck.types.vector import Vector
 from potluck.worker.feedback import carry_left_over, write_update
+from potluck.worker.gate import Gate
 from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
 from potluck.worker.pieces import Pieces
@@ -39,6 +39,7 @@ from potluck.worker.share import MachineShare
 from potluck.worker.sources import Sources
 from potluck.worker.state import RunFolder
 from potluck.worker.trainer import Trainer
+from potluck.worker.versions import add_delta, way_to
 
 MAX_WANTED = 256
 recent_leases = 2
@@ -60,11 +61,11 @@ class Runner:
     def __init__(
         self, *, spec: RunSpec, folder: RunFolder, trainer: Trainer | HollowTrainer, sources: Sources, link: Link,
         clock: Clock, compute: Executor, files: Executor, note: Callable[[str], None],
-        share: MachineShare | None = None, pieces: Pieces | None = None,
+        share: MachineShare | None = None, pieces: Pieces | None = None, gate: Gate | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.trainer, self.sources, self.link = folder, trainer, sources, link
         self._clock, self._compute, self._files, self._note = clock, compute, files, note
-        self._share, self.pieces = share, pieces
+        self._share, self.pieces, self._gate = share, pieces, gate or Gate()
         self._spec, self._up_rules = spec, CodecPolicy.from_json("fp32", spec.up_rules).rules
         self.wanted: dict[LeaseId, pb.Lease] = {}
         self.results: dict[LeaseId, pb.TaskResult] = {}
@@ -97,6 +98,7 @@ class Runner:
     async def restore(self) -> None:
         """Results of an earlier process that nobody acknowledged yet."""
         self.results, self._unsent = await self._files.run(self.folder.load_results)
+        await self._gate.restore(self.results, self._unsent)
 
     # What the coordinator wants
 
@@ -294,6 +296,7 @@ class Runner:
             raise Refused(
                 f"this worker has no task named {lease.task[:100]!r}; install the version the coordinator runs"
             )
+        self._gate.admit_lease(lease, self.sources.own)
         self._recent.append(tuple(check_digest(d) for d in (*lease.objects, *lease.keeps)))
         for digest in [check_digest(d) for d in lease.objects]:
             await self._fetch(digest, lease.deltas)
@@ -356,13 +359,13 @@ class Runner:
             key=lease.key, attempt=lease.attempt, round=lease.round,
             scalars_json=json.dumps(dict(result.scalars)), seconds=seconds,
         )  # fmt: skip
+        await self._let_out(lease, answer, result)
         if result.inline:
             answer.num_inline = len(result.inline)
             self.inline_results[lease_id(lease)] = await self._files.run(pack_tensors, result.inline)
             self.inline_changed.set()
         if result.tensors:
             self.activity = ("uploading", 0)
-            answer.object = await self._files.run(self._encode, lease, result.tensors)
             self._unsent[lease_id(lease)] = answer
             self._encoded.discard(Digest(answer.object))
         else:
@@ -374,6 +377,19 @@ class Runner:
             await self._files.run(self.folder.snapshot.drop)
         if result.tensors:
             self._begin_to_send(lease, answer)
+
+    async def _let_out(self, lease: pb.Lease, answer: pb.TaskResult, result: Result) -> None:
+        """Encode a result's vector, and have its owner's gate pass it before anything of it is sent."""
+        if result.tensors:
+            answer.object = await self._files.run(self._encode, lease, result.tensors)
+        try:
+            await self._gate.let_out(lease, answer, result, self.folder.objects, self._num_examples)
+        except PotluckError:
+            self._encoded.discard(Digest(answer.object))
+            raise
+
+    def _num_examples(self) -> int | None:
+        return self.sources.num_examples(num_unused=self.trainer.num_unused)
 
     def _begin_to_send(self, lease: pb.Lease, answer: pb.TaskResult) -> None:
         id = lease_id(lease)
@@ -415,8 +431,13 @@ class Runner:
                     key=f"{lease.key}@{step}", attempt=lease.attempt, round=lease.round, step=step,
                     scalars_json=json.dumps(dict(scalars)),
                 )  # fmt: skip
+                try:
+                    await self._let_out(lease, answer, Result(scalars, tensors))
+                except PotluckError as error:
+                    self._fail(lease, str(error))
+                    post.cancel()
+                    return
                 if tensors:
-                    answer.object = await self._files.run(self._encode, lease, tensors)
                     await self._push(await self.link.connection(), Digest(answer.object), lease)
                 del post.emissions[step]  # not before: the link may break on the way
                 self._report(answer)
@@ -482,7 +503,7 @@ class Runner:
     async def _obtain(self, digest: Digest, deltas: Iterable[pb.Delta], moved: Callable[[int], None]) -> None:
         """By the differences from a version that is here, where they lead to it; else whole."""
         try:
-            for delta in self._way_to(digest, deltas):
+            for delta in way_to(digest, deltas, self.folder.objects.has):
                 await self._download(check_digest(delta.delta), moved)
                 await self._files.run(self._apply, delta)
         except (CorruptError, Refused) as error:
@@ -490,29 +511,9 @@ class Runner:
         if not self.folder.objects.has(digest):
             await self._download(digest, moved)
 
-    def _way_to(self, digest: Digest, deltas: Iterable[pb.Delta]) -> list[pb.Delta]:
-        by_target = {delta.target: delta for delta in deltas}
-        way: list[pb.Delta] = []
-        at = digest
-        while not self.folder.objects.has(at):
-            delta = by_target.get(at)
-            if delta is None or len(way) == max_way:
-                return []
-            way.insert(0, delta)
-            at = check_digest(delta.base)
-        return way
-
     def _apply(self, delta: pb.Delta) -> None:
-        """In a file thread. CorruptError if it does not lead where it says."""
-        base, change = (self.folder.objects.path(check_digest(d)) for d in (delta.base, delta.delta))
-        with Bundle.open(base) as before:
-            layout = layout_of(before, self.trainer.layout)
-        with self.folder.objects.scratch("version", flat_size(WHOLE, layout, codec("fp32"))) as path:
-            write_sum(path, base, change, layout)
-            with self._storing:
-                found = self.folder.objects.adopt(path)
-        if found != delta.target:
-            raise CorruptError(f"the difference {delta.delta[:23]} leads to {found[:23]}, not to {delta.target[:23]}")
+        """In a file thread."""
+        add_delta(delta, self.folder.objects, self.trainer.layout, self._storing)
 
     async def _download(self, digest: Digest, moved: Callable[[int], None]) -> None:
         await self.link.fetch(digest, self.folder.objects, self._files, moved)

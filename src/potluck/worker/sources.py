@@ -35,9 +35,12 @@ class Fed:
 
     batches: Iterator[Tensor]
     private: PrivateSource | None = None
+    num_sequences: int = 0  # that were read
 
     def __iter__(self) -> Iterator[Tensor]:
-        return self.batches
+        for batch in self.batches:
+            self.num_sequences += len(batch)
+            yield batch
 
     @property
     def cursor(self) -> dict[str, Any]:
@@ -56,6 +59,7 @@ class Sources:
     objects: ObjectStore
     own: PreparedData | None = None
     listed: ListedFiles | None = None
+    _own_read: Fed | None = None  # what the task opened last reads of the owner's own text
     _shards_read: dict[Digest, None] = field(default_factory=dict[Digest, None])  # the last one read is last
 
     @property
@@ -69,12 +73,23 @@ class Sources:
             whole |= {Digest(each.digest) for each in self.spec.base.objects}
         return whole | set(list(self._shards_read)[-MAX_SHARDS_KEPT:])
 
+    def num_examples(self, *, num_unused: int) -> int | None:
+        """Of the owner's own text, the different sequences that the last task has read, less those that it read and
+        did not use. None where it read none of it.
+        """
+        read = self._own_read
+        if read is None:
+            return None
+        return (read.num_sequences if read.private is None else read.private.num_different) - num_unused
+
     @contextmanager
     def open(self, lease: pb.Lease) -> Iterator[Fed]:
         """The data of one task. In the compute thread."""
         batch_size = self.spec.inner.batch_size
+        self._own_read = None
         if self.spec.data_access == "private" and (lease.held_out or lease.num_sequences):
-            yield self._own(lease, batch_size)
+            self._own_read = self._own(lease, batch_size)
+            yield self._own_read
             return
         spans = [_span(s) for s in lease.spans[:MAX_SPANS]]
         if not lease.held_out and sum(s.num_sequences for s in spans) != lease.num_sequences:

@@ -56,6 +56,11 @@ class Trainer:
     def adapter_rank(self) -> int:
         return self._replica.adapter_rank
 
+    @property
+    def num_unused(self) -> int:
+        """Sequences that the running task has read and not used."""
+        return self._replica.num_left_over
+
     def _stepped(self, info: StepInfo) -> None:
         self.num_steps += 1
         self.tokens_per_s = info.tokens_per_s

@@ -59,7 +59,7 @@ class SubGEMMConfig(BaseModel):
     checkpointing: bool = Field(default=False, description="whether activations are computed twice to keep fewer")
 
 
-@task("sub_gemm.tile", kind="pure")  # the half that runs on a device
+@task("sub_gemm.tile", kind="pure", inline=("c",))  # the half that runs on a device
 def tile(
     _: object, *, a: Tensor, b: Tensor, wire: str, is_a_transposed: bool, is_b_transposed: bool, most_bytes: int
 ) -> Result:

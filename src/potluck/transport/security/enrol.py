@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,17 @@ from potluck.types.errors import CoordinatorUnreachable, CorruptError, NotAdmitt
 KEY_FILE = "joining.pem"
 
 
-async def obtain(link: JoinLink, *, name: str, folder: Path, executor: Executor, now: float) -> Identity:
+Asking = Callable[[str], Awaitable[None]]
+"""Hears the name that is about to be asked for, before it leaves this machine."""
+
+
+async def _unheard(_: str) -> None:
+    pass
+
+
+async def obtain(
+    link: JoinLink, *, name: str, folder: Path, executor: Executor, now: float, asking: Asking = _unheard
+) -> Identity:
     """The identity in `folder` if it is one of this link's coordinator and not expired; else join and keep it there.
 
     A line with another port means that the coordinator has moved: joining again with the key kept here gives the same
@@ -51,16 +62,18 @@ async def obtain(link: JoinLink, *, name: str, folder: Path, executor: Executor,
     known = await executor.run(_known, link, folder)
     if known is not None and not known.expired(now) and known.enrol_port == link.port:
         return known.at(link.host)
-    return await enrol(link, name=name, folder=folder, executor=executor)
+    return await enrol(link, name=name, folder=folder, executor=executor, asking=asking)
 
 
-async def enter(text: str, *, name: str, folder: Path, executor: Executor, now: float) -> Identity:
+async def enter(
+    text: str, *, name: str, folder: Path, executor: Executor, now: float, asking: Asking = _unheard
+) -> Identity:
     """`obtain` by a join line, or a file with one; or by HOST:PORT, where a coordinator that was joined is now.
 
     PotluckError if `text` is none of these; NotAdmitted where a line is needed.
     """
     if SCHEME in text.lower() or text.startswith("@") or not await executor.run(_is_address, text):
-        return await obtain(read_link(text), name=name, folder=folder, executor=executor, now=now)
+        return await obtain(read_link(text), name=name, folder=folder, executor=executor, now=now, asking=asking)
     host, port = parse_address(text)
     if not await executor.run(Identity.exists, folder):
         raise NotAdmitted(f"{folder} has joined no coordinator yet, so the address {text} needs a join line with it")
@@ -72,7 +85,9 @@ async def enter(text: str, *, name: str, folder: Path, executor: Executor, now: 
     return moved
 
 
-async def enrol(link: JoinLink, *, name: str, folder: Path, executor: Executor, timeout_s: float = 30.0) -> Identity:
+async def enrol(
+    link: JoinLink, *, name: str, folder: Path, executor: Executor, timeout_s: float = 30.0, asking: Asking = _unheard
+) -> Identity:
     """Join with `link` as a new member that would like to be called `name`; the identity is saved in `folder`.
 
     AddressError, CoordinatorUnreachable: nobody there. NotAdmitted: another key than the pin, or a token that is not
@@ -88,6 +103,7 @@ async def enrol(link: JoinLink, *, name: str, folder: Path, executor: Executor, 
         ) from error
     key_pem, request_pem = await executor.run(_joining_key, link, folder)
     request = pb.EnrolRequest(version=version(), token=link.token, request_pem=request_pem, name=name[:200])
+    await asking(name[:200])
     reply = await call_enrol(link.address, authority_pem, request.SerializeToString(), timeout_s=timeout_s)
     return await executor.run(_accept, link, folder, key_pem, authority_pem, reply)
 

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in one sentence: from pydantic's findings to subject, value, limit and remedy."""
+"""What is wrong with a file of settings, in one sentence: pydantic's findings as subject, value, limit and remedy."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return lasts[found[0]] if found else ""
 
 
-def sentence(error: ValidationError, section: str, known: Sequence[str]) -> str:
-    """The first thing that is wrong. `known` are the full keys there are, those of the section first."""
+def sentence(error: ValidationError, section: str, known: Sequence[str], *, page: str = "docs/recipes.md") -> str:
+    """The first thing that is wrong. `known` are the full keys there are, the section's first; `page` has them."""
     faults = error.errors(include_url=False)
     # Of a union's members the one that got furthest into the value knows best what is wrong.
     inside = [fault for fault in faults if _key(section, fault).startswith(_key(section, faults[0]) + "[")]
@@ -51,9 +51,9 @@ def sentence(error: ValidationError, section: str, known: Sequence[str]) -> str:
     key, value = _key(section, first), _shown(first["input"])
     if first["type"] == "extra_forbidden":
         near = nearest(key, known)
-        return f"{key} is not a key; " + (f"did you mean {near}?" if near else "see docs/recipes.md")
+        return f"{key} is not a key; " + (f"did you mean {near}?" if near else f"see {page}")
     if first["type"] == "missing":
-        return f"{key} is missing; see docs/recipes.md"
+        return f"{key} is missing; see {page}"
     if first["type"] == "value_error":
         return f"{key or 'it'}: {first.get('ctx', {}).get('error', first['msg'])}"
     same = [fault for fault in faults if _key(section, fault) == key]
