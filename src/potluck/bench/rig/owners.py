@@ -23,7 +23,7 @@ from potluck.storage.digest import digest_bytes
 from potluck.types.errors import DataError
 
 INSTRUCTION = "Write the body of this Python function."
-most_given_chars, least_answer_chars, most_answer_chars = 320, 20, 240
+most_given_chars, least_answer_chars, most_answer_chars = 240, 20, 240
 _library: Mapping[str, str] = {
     "windows": "tkinter turtle curses",
     "concurrency": "asyncio concurrent multiprocessing threading _threading_local queue sched selectors socket "
