@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from models.families import llama
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from potluck.bench import fine_tuning as bench
 from potluck.bench.convergence import Trained
-from potluck.bench.fine_tuning import Lab, Method, Setting, _figures, methods, pooled  # pyright: ignore
+from potluck.bench.fine_tuning import Job, Lab, Method, Setting, _figures, bench_fine_tuning, methods, pooled  # pyright: ignore
 from potluck.bench.rig.owners import packages, write_owners
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.prepare import prepare
@@ -29,6 +30,7 @@ from potluck.models.export import save_model_dir
 from potluck.models.flat import FlatModel
 from potluck.optim.inner import learning_rate
 from potluck.storage.objects import ObjectStore
+from potluck.types.errors import PotluckError
 from potluck.types.ids import Digest, WorkerId
 
 lr = 2e-2
@@ -64,7 +66,7 @@ def in_one_place(lab: Lab) -> Trained:
 def test_all_begin_alike_and_are_validated_on_the_same_records(
     lab: Lab, together: Trained, in_one_place: Trained
 ) -> None:
-    alone = lab.train(replace(methods["tools alone"], lrs=(lr,)), lr)
+    alone = lab.train(methods["tools alone"], lr)
     assert together.first_loss == pytest.approx(in_one_place.first_loss, abs=1e-6)
     assert alone.first_loss == pytest.approx(in_one_place.first_loss, abs=1e-6)
     assert in_one_place.loss < in_one_place.first_loss - 0.1
@@ -138,19 +140,45 @@ def mean_loss(model: Any, rows: Tensor) -> float:
     return float(plain_loss(model, rows))
 
 
-def test_progress_is_against_pooled_training_of_the_same_seed() -> None:
-    def ended(*losses: float) -> Sequence[Trained]:
-        return [
-            Trained(
-                params=torch.zeros(1), loss=loss, first_loss=2.0, tokens=7, bytes_up_per_worker=3e6,
-                bytes_down_per_worker=1e6,
-            )
-            for loss in losses
-        ]  # fmt: skip
+def ended(*losses: float) -> list[Trained]:
+    return [
+        Trained(
+            params=torch.zeros(1), loss=loss, first_loss=2.0, tokens=7, bytes_up_per_worker=3e6,
+            bytes_down_per_worker=1e6,
+        )
+        for loss in losses
+    ]  # fmt: skip
 
+
+def test_progress_is_against_pooled_training_of_the_same_seed() -> None:
     figures = _figures(ended(1.2, 1.1), ended(1.0, 1.1), 1e-3)
     assert figures["progress_of_seeds"] == [0.8, 1.0] and figures["progress"] == 0.9
     assert (figures["loss_nats"], figures["megabytes_up"], figures["predicted_tokens"]) == (1.15, 3.0, 7)
+
+
+def test_the_best_rate_of_the_first_seed_is_that_of_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+
+    def run(job: Job) -> Trained:
+        jobs.append(job)
+        return ended(1.0 + abs(job.lr - (2e-3 if job.method == pooled else 1e-3)) * 100 + job.seed / 10)[0]
+
+    monkeypatch.setattr(bench, "_run", run)
+    monkeypatch.setattr(bench, "job_pool", lambda processes: ThreadPoolExecutor(1))
+    monkeypatch.setattr(bench, "write_owners", lambda folder, **_: [])
+    told: list[str] = []
+    figures = bench_fine_tuning(seeds=2, only="fed_avg", lrs="1e-3;2e-3", rounds=3, model="here", told=told.append)
+    assert [(job.method, job.lr, job.seed) for job in jobs] == [
+        ("pooled", 1e-3, 1), ("pooled", 2e-3, 1), ("fed_avg", 1e-3, 1), ("fed_avg", 2e-3, 1),
+        ("pooled", 2e-3, 2), ("fed_avg", 1e-3, 2),
+    ]  # fmt: skip
+    assert {job.setting.num_rounds for job in jobs} == {3} and jobs[0].setting.model == Path("here").absolute()
+    assert (figures["pooled lr"], figures["fed_avg lr"], figures["fed_avg progress"]) == (2e-3, 1e-3, 1.0)
+    assert figures["pooled loss_nats_of_seeds"] == [1.1, 1.2] and len(told) == 6
+    with pytest.raises(PotluckError, match="there is no method fed_afg; there are pooled; windows alone"):
+        bench_fine_tuning(only="fed_afg")
+    with pytest.raises(PotluckError, match="--lrs is '1e-3,2e-3' and not rates between semicolons"):
+        bench_fine_tuning(lrs="1e-3,2e-3", model="here")
 
 
 def test_every_method_is_a_recipe(lab: Lab) -> None:

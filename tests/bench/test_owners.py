@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from bench.owned import write_library
 
+from potluck.bench.fine_tuning import Setting
 from potluck.bench.rig.owners import functions, packages, write_owners
 from potluck.data.packing import divide
 from potluck.types.errors import DataError
@@ -69,8 +70,8 @@ def test_who_is_given_everything_holds_out_what_is_written_apart(tmp_path: Path)
 
 
 def test_this_library_has_enough_for_everyone(tmp_path: Path) -> None:
-    owners = write_owners(tmp_path, num_records=288, validation=1 / 12, seed=1)
-    assert {owner.name: len(read(owner.held_out)) for owner in owners} == dict.fromkeys(packages, 24)
+    owners = write_owners(tmp_path, num_records=Setting.num_records, validation=Setting.validation, seed=1)
+    assert {owner.name: len(read(owner.held_out)) for owner in owners} == dict.fromkeys(packages, 16)
     for owner in owners:
         for record in read(owner.everything):
             assert ast.parse(f"{record['input']}\n{textwrap.indent(record['output'], '    ')}")
