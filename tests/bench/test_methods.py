@@ -10,7 +10,6 @@ from typing import Never
 import pytest
 import torch
 
-from potluck.bench import methods as bench
 from potluck.bench.convergence import Point, Trained
 from potluck.bench.methods import (
     Found,
@@ -75,16 +74,6 @@ def test_every_method_can_be_made_and_what_is_none_is_named() -> None:
     assert methods[alone].workers == 1
     with pytest.raises(PotluckError, match=r"there is no method dilco; there are sync_sgd"):
         bench_methods(only="dilco")
-
-
-def test_files_are_in_memory_only_where_there_is_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "memory_disk", tmp_path / "none")
-    assert bench._memory_disk() is None
-    monkeypatch.setattr(bench, "memory_disk", tmp_path)
-    monkeypatch.setattr(bench, "needed_bytes", 1)
-    assert bench._memory_disk() == str(tmp_path)
-    monkeypatch.setattr(bench, "needed_bytes", 1 << 60)
-    assert bench._memory_disk() is None
 
 
 def test_runs_that_were_recorded_are_not_done_again(tmp_path: Path) -> None:

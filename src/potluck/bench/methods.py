@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from potluck.aggregation.config import AggregationConfig
 from potluck.bench.convergence import Absence, Conditions, Lab, Setting, Trained, num_workers
 from potluck.bench.records import Records
+from potluck.bench.rig.jobs import job_pool, scratch_place
 from potluck.coordinator.prepare import sketch
 from potluck.coordinator.recipe import load_recipe
 from potluck.planner.flops import step_work
@@ -61,7 +60,7 @@ unequal_step_s = (4.0, 4.0, 2.0, 1.0)
 up_steps, down_steps = 16.0, 4.0
 """Inner steps that the model in fp32 takes to travel."""
 num_points = 8
-memory_disk, needed_bytes = Path("/dev/shm"), 1 << 30
+needed_bytes = 1 << 30
 stood_for, most_absences = "five_sites", 100
 """The recipe whose steps and bytes those of a fleet's machines are; times that one of them is away."""
 reference, plain_reference, alone = "sync_sgd", "sync_sgd, plain SGD", "one worker alone"
@@ -223,8 +222,8 @@ def bench_methods(
     names = [name for name in methods if name in chosen or name in (reference, plain_reference, alone)]
     best: dict[str, float] = {}
     found: dict[tuple[str, int], list[Trained]] = {}
-    records = Records(Path(record) if record else None)
-    with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=_memory_disk()) as folder, _pool(processes) as pool:
+    records, place = Records(Path(record) if record else None), scratch_place(needed_bytes)
+    with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=place) as folder, job_pool(processes) as pool:
         for seed in range(first_seed, first_seed + seeds):
             job = partial(Job, seed=seed, folder=Path(folder), fleet=fleet)
             start = pool.submit(_warm, Path(folder), seed).result()
@@ -264,17 +263,6 @@ def _all(
         records.add(job.settings, trained)
         done[job] = trained
     return {job: done[job] for job in jobs}
-
-
-def _memory_disk() -> str | None:
-    """Where files cost no waiting for a disk, if there is room: thousands of rounds write some twenty each."""
-    if not memory_disk.is_dir() or not os.access(memory_disk, os.W_OK):
-        return None
-    return str(memory_disk) if shutil.disk_usage(memory_disk).free >= needed_bytes else None
-
-
-def _pool(processes: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn"))
 
 
 def _lab(folder: Path, seed: int) -> Lab:

@@ -45,6 +45,10 @@ class Division:
         """For any document but the one that is cut."""
         return document in self.held_out or (self.cut_document is not None and document > self.cut_document)
 
+    def held_out_records(self, num_records: int) -> NDArray[np.bool_]:
+        """Which are held out of so many documents that cannot be cut: one that would be is. [num_records]"""
+        return np.array([self.is_held_out(i) or i == self.cut_document for i in range(num_records)], bool)
+
 
 def divide(lengths: Sequence[int], fraction: float, seed: int) -> Division:
     """Hold out about `fraction` of the data, by whole documents where possible. Lengths in any unit."""

@@ -249,8 +249,7 @@ def _from_records(job: _Job, folder: Path, scratch: Path) -> dict[str, Any]:
         validation, training = Records.collect(given.records(form), scratch / "validation.bin"), everything
         held, report = np.arange(len(validation.rows)), report.joined(given.report())
     else:
-        division = divide([1] * len(everything), job.options.validation, job.seed)
-        is_held = np.array([division.is_held_out(i) or i == division.cut_document for i in everything.tolist()], bool)
+        is_held = divide([1] * len(everything), job.options.validation, job.seed).held_out_records(len(everything))
         validation, training, held = records, everything[~is_held], everything[is_held]
     if not len(training) or (not len(held) and job.options.validation > 0):
         what = "validation" if len(training) else "training"

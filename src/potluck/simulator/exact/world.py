@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +53,7 @@ class Host:
     cost_s: Callable[[pb.Lease], float]
     passed: Callable[[float, float], None]
     max_memory_bytes: int = 0
+    data: Sequence[Path] = ()
     life: Life | None = None
     task: asyncio.Task[None] | None = None
     agent: Agent | None = None
@@ -72,7 +73,8 @@ class SeededKit(Kit):
 class World:
     """`plan` and `deck` describe the run; everything is kept under `folder`, one folder a machine.
 
-    `fate` hears of every point where a machine's process could be interrupted (see `lives.Fate`).
+    `fate` hears of every point where a machine's process could be interrupted (see `lives.Fate`). With `base_share_dir`
+    the workers fetch a frozen base once between them, as those of one machine do.
     """
 
     def __init__(
@@ -85,7 +87,9 @@ class World:
         make_executor: Callable[[], Executor],
         network: Network | None = None,
         fate: Fate | None = None,
+        base_share_dir: Path | None = None,
     ) -> None:
+        self._base_share_dir = base_share_dir
         self.plan, self._make_deck, self.folder = plan, make_deck, folder
         self.clock, self._make_executor = clock, make_executor
         self.network = network or Modelled(clock)
@@ -243,13 +247,14 @@ class World:
         cost_s: Callable[[pb.Lease], float] = lambda _: 0.0,
         passed: Callable[[float, float], None] = lambda _began, _ended: None,
         max_memory_bytes: int = 0,
+        data: Sequence[Path] = (),
     ) -> None:
         """A new worker machine, switched on. `passed` hears when the time of its work passed; it has as much memory as
-        this one unless that is said."""
+        this one unless that is said, and `data` are files of its own."""
         id = WorkerId(name)
         self.hosts[id] = Host(
-            id=id, link=link or NetworkLink(), cost_s=cost_s, passed=passed, max_memory_bytes=max_memory_bytes
-        )
+            id=id, link=link or NetworkLink(), cost_s=cost_s, passed=passed, max_memory_bytes=max_memory_bytes, data=data
+        )  # fmt: skip
         self.switch_on(id)
 
     def switch_on(self, id: WorkerId) -> None:
@@ -265,6 +270,7 @@ class World:
                 spec, link, folder=life.folder, device="cpu", clock=clock, compute=self._executor(life),
                 files=self._executor(life), note=agent.note, max_memory_bytes=host.max_memory_bytes,
                 make=partial(ModelledRunner, cost_s=host.cost_s, passed=host.passed),
+                data=host.data, base_share_dir=self._base_share_dir,
             )  # fmt: skip
 
         agent = host.agent = Agent(

@@ -1,0 +1,25 @@
+"""Runs in processes of their own, one a core, with their files where they cost no waiting for a disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+memory_disk = Path("/dev/shm")
+
+
+def scratch_place(need_bytes: int) -> str | None:
+    """Where to make scratch folders: in memory if there is room, as thousands of rounds write some twenty files each;
+    None for the system's usual place.
+    """
+    if not memory_disk.is_dir() or not os.access(memory_disk, os.W_OK):
+        return None
+    return str(memory_disk) if shutil.disk_usage(memory_disk).free >= need_bytes else None
+
+
+def job_pool(processes: int) -> ProcessPoolExecutor:
+    """0 processes for one a core."""
+    return ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn"))
