@@ -253,7 +253,8 @@ class World:
         this one unless that is said, and `data` are files of its own."""
         id = WorkerId(name)
         self.hosts[id] = Host(
-            id=id, link=link or NetworkLink(), cost_s=cost_s, passed=passed, max_memory_bytes=max_memory_bytes, data=data
+            id=id, link=link or NetworkLink(), cost_s=cost_s, passed=passed, max_memory_bytes=max_memory_bytes,
+            data=data,
         )  # fmt: skip
         self.switch_on(id)
 
