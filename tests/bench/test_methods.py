@@ -14,7 +14,6 @@ from potluck.bench.convergence import Point, Trained
 from potluck.bench.methods import (
     Found,
     Job,
-    _all,  # pyright: ignore
     _at_sites,  # pyright: ignore
     _figures,  # pyright: ignore
     alone,
@@ -88,7 +87,7 @@ def test_runs_that_were_recorded_are_not_done_again(tmp_path: Path) -> None:
     assert found is not None and (found.loss, found.curve, found.utilisation) == (3.0, done.curve, 0.5)
     assert again.get(jobs[1].settings) is None and again.get(replace(jobs[0], lr=2e-3).settings) is None
     again.add(jobs[1].settings, done)
-    assert _all(NoPool(), jobs, again, pytest.fail).keys() == set(jobs)
+    assert list(again.completed(NoPool(), pytest.fail, jobs, told=pytest.fail)) == jobs
 
 
 class NoPool(Executor):

@@ -4,9 +4,10 @@
 
 Five owners hold instructions that are unlike each other's (rig/owners.py), and as many of each; the model is
 SmolLM2-135M-Instruct (rig/smollm2.py) or one that is named. `pooled` is one worker with everybody's training records,
-`NAME alone` one with those of one owner; in the others the owners train together, each on its own. All read as many
-records and begin from the same adapters, and all are validated on what the five hold out, together. Everything runs
-through the shipping coordinator and workers over the memory transport; of time, only that of the arithmetic is real.
+`NAME alone` one with those of one owner; in the others the owners train together, each on its own, by `fed_avg` or a
+rule of `fed_lora` (with `fed_sa` each is validated with a B of its own). All read as many records and begin from the
+same adapters, and all are validated on what the five hold out, together. Everything runs through the shipping
+coordinator and workers over the memory transport; of time, only that of the arithmetic is real.
 
 Each method takes the best of its rates by the first seed, and trains at that with every other. A run is sized to take
 six or seven minutes of one core: adapters on 135 million parameters train on about 250 tokens a second of it in bf16.
@@ -14,12 +15,12 @@ six or seven minutes of one core: adapters on 135 million parameters train on ab
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 
 from potluck.bench.convergence import Trained
+from potluck.bench.records import Records
 from potluck.bench.rig.jobs import job_pool, scratch_place
 from potluck.bench.rig.owners import Owner, packages, write_owners
 from potluck.bench.rig.smollm2 import make_smollm2
@@ -38,6 +40,7 @@ from potluck.models.config import AdapterConfig
 from potluck.simulator.exact.world import World
 from potluck.storage.files import cache_folder
 from potluck.storage.objects import ObjectStore
+from potluck.strategies.fed_lora import rules
 from potluck.types.errors import PotluckError
 
 pooled = "pooled"
@@ -84,6 +87,7 @@ methods: dict[str, Method] = {
     pooled: Method(reads=pooled),
     **{f"{owner} alone": Method(reads=owner) for owner in packages},
     "fed_avg": Method(),
+    **{rule: Method(strategy={"name": "fed_lora", "rule": rule}) for rule in rules},
 }
 
 
@@ -166,15 +170,26 @@ class Job:
     owners: tuple[Owner, ...]
     folder: Path
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that its result depends on."""
+        whole = f"{methods[self.method]!r} {replace(self.setting, model=Path(self.setting.model.name))!r}".encode()
+        return {
+            "method": self.method, "lr": self.lr, "seed": self.seed, "rounds": self.setting.num_rounds,
+            "of": hashlib.blake2b(whole, digest_size=8).hexdigest(),
+        }  # fmt: skip
+
 
 def bench_fine_tuning(
     *, seeds: int = 1, first_seed: int = 1, only: str = "", lrs: str = "", rounds: int = Setting.num_rounds,
-    inner_steps: int = Setting.num_inner_steps, model: str = "", processes: int = 0,
+    inner_steps: int = Setting.num_inner_steps, model: str = "", record: str = "", processes: int = 0,
     told: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Means over seeds. `only` are names of methods and `lrs` rates to try in place of theirs, separated by semicolons;
     `inner_steps` of each owner in one of the `rounds`; `model` is a model directory, "" for SmolLM2, which is
-    downloaded the first time."""
+    downloaded the first time. Runs that the file `record` has are not done again, and it takes in those that are done.
+    """
+    records = Records(Path(record) if record else None)
     names, began = _chosen(only), time.monotonic()
     setting = Setting(model=_model(model, told), num_rounds=rounds, num_inner_steps=inner_steps)
     found: dict[str, list[Trained]] = {name: [] for name in names}
@@ -190,7 +205,7 @@ def bench_fine_tuning(
                 Job(method=name, lr=lr, seed=seed, setting=setting, owners=owners, folder=folder)
                 for name in names for lr in rates[name]
             ]  # fmt: skip
-            done = _all(pool, jobs, told)
+            done = records.completed(pool, _run, jobs, told=lambda job, trained: told(_line(job, trained)))
             for name in names:
                 best = min((job for job in jobs if job.method == name), key=lambda job: done[job].loss)
                 found[name].append(done[best])
@@ -225,12 +240,8 @@ def _model(given: str, told: Callable[[str], None]) -> Path:
     return target
 
 
-def _all(pool: Executor, jobs: Sequence[Job], told: Callable[[str], None]) -> dict[Job, Trained]:
-    done: dict[Job, Trained] = {}
-    for job, trained in zip(jobs, pool.map(_run, jobs), strict=True):
-        told(f"seed {job.seed}: {job.method}, lr {job.lr:g}: {trained.first_loss:.4f} -> {trained.loss:.4f}")
-        done[job] = trained
-    return done
+def _line(job: Job, trained: Trained) -> str:
+    return f"seed {job.seed}: {job.method}, lr {job.lr:g}: {trained.first_loss:.4f} -> {trained.loss:.4f}"
 
 
 def _run(job: Job) -> Trained:

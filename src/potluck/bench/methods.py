@@ -17,7 +17,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -224,6 +223,10 @@ def bench_methods(
     found: dict[tuple[str, int], list[Trained]] = {}
     records, place = Records(Path(record) if record else None), scratch_place(needed_bytes)
     with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=place) as folder, job_pool(processes) as pool:
+
+        def complete(jobs: Sequence[Job]) -> dict[Job, Trained]:
+            return records.completed(pool, _run, jobs, told=lambda job, trained: told(_line(job, trained)))
+
         for seed in range(first_seed, first_seed + seeds):
             job = partial(Job, seed=seed, folder=Path(folder), fleet=fleet)
             start = pool.submit(_warm, Path(folder), seed).result()
@@ -233,13 +236,13 @@ def bench_methods(
                     job(method=name, lr=lr, num_steps=num_steps // 2)
                     for name in names for lr in (methods[name].lrs if tune else methods[name].lrs[:1])
                 ]  # fmt: skip
-                done = _all(pool, short, records, told)
+                done = complete(short)
                 for name in names:
                     tried = [each for each in short if each.method == name]
                     best_one = min(tried, key=lambda each: done[each].loss)
                     best[name], found[name, num_steps // 2] = best_one.lr, [done[best_one]]
             whole = [job(method=name, lr=best[name], num_steps=num_steps) for name in names]
-            for each, trained in _all(pool, whole, records, told).items():
+            for each, trained in complete(whole).items():
                 found.setdefault((each.method, num_steps), []).append(trained)
     if picture:
         Path(picture).write_text(charts_svg(_charts({name: found[name, num_steps][0] for name in names})))
@@ -251,18 +254,8 @@ def bench_methods(
     return figures
 
 
-def _all(
-    pool: Executor, jobs: Sequence[Job], records: Records, told: Callable[[str], None]
-) -> dict[Job, Trained]:  # fmt: skip
-    """In the order of the jobs."""
-    done = {job: trained for job in jobs if (trained := records.get(job.settings)) is not None}
-    running = {pool.submit(_run, job): job for job in jobs if job not in done}
-    for future in as_completed(running):
-        job, trained = running[future], future.result()
-        told(f"seed {job.seed}: {job.method}, lr {job.lr:g}, {job.num_steps} steps: {trained.loss:.4f}")
-        records.add(job.settings, trained)
-        done[job] = trained
-    return {job: done[job] for job in jobs}
+def _line(job: Job, trained: Trained) -> str:
+    return f"seed {job.seed}: {job.method}, lr {job.lr:g}, {job.num_steps} steps: {trained.loss:.4f}"
 
 
 def _lab(folder: Path, seed: int) -> Lab:

@@ -6,10 +6,11 @@ A line is the run's settings and its result. Lines that cannot be read, as the l
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, as_completed
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -17,6 +18,16 @@ from potluck.bench.convergence import Point, Trained
 
 Settings = Mapping[str, Any]
 """Of one run, as JSON values: what it says must be all that its result depends on."""
+
+
+class Job(Protocol):
+    """One run to be done."""
+
+    @property
+    def settings(self) -> Settings: ...
+
+
+J = TypeVar("J", bound=Job)
 
 
 class Records:
@@ -55,6 +66,19 @@ class Records:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(("" if self._is_whole else "\n") + json.dumps({"settings": settings, "result": kept}) + "\n")
         self._is_whole = True
+
+    def completed(
+        self, pool: Executor, run: Callable[[J], Trained], jobs: Sequence[J], *, told: Callable[[J, Trained], None]
+    ) -> dict[J, Trained]:
+        """The results of all jobs, in their order: what is not kept is done in the pool, and `told` hears of it."""
+        done = {job: trained for job in jobs if (trained := self.get(job.settings)) is not None}
+        running = {pool.submit(run, job): job for job in jobs if job not in done}
+        for future in as_completed(running):
+            job, trained = running[future], future.result()
+            told(job, trained)
+            self.add(job.settings, trained)
+            done[job] = trained
+        return {job: done[job] for job in jobs}
 
 
 def _key(settings: Settings) -> str:
