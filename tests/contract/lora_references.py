@@ -50,6 +50,21 @@ class Owner:
         self.optimizer = make_adamw(self.model, problem)
         self.own: dict[str, Matrix] = {}
 
+    def fallen(self, rank: int) -> Owner:
+        """The same worker with a lower rank, and the moments of what it keeps."""
+        lower = Owner(self.problem, rank)
+        for name, layer in lower.layers.items():
+            for mine, its, cut in (
+                (layer.lora_A["default"].weight, self.layers[name].lora_A["default"].weight, lambda t: t[:rank]),
+                (layer.lora_B["default"].weight, self.layers[name].lora_B["default"].weight, lambda t: t[:, :rank]),
+            ):
+                kept = self.optimizer.state[its]
+                lower.optimizer.state[mine] = {
+                    "step": kept["step"], "exp_avg": cut(kept["exp_avg"]).clone(),
+                    "exp_avg_sq": cut(kept["exp_avg_sq"]).clone(),
+                }  # fmt: skip
+        return lower
+
     def load(self, adapters: dict[str, Adapter], ratio: float) -> None:
         for name, each in adapters.items():
             layer = self.layers[name]
@@ -65,6 +80,12 @@ class Owner:
         return tuple(
             weights["default"].weight.detach().double().numpy().copy() for weights in (layer.lora_A, layer.lora_B)
         )  # pyright: ignore[reportReturnType]
+
+    def tail(self, first: int) -> torch.Tensor:
+        """The sum over layers of ||B[:, first:]|| ||A[first:]||, with gradients."""
+        norm = torch.linalg.vector_norm
+        pairs = [(layer.lora_A["default"].weight, layer.lora_B["default"].weight) for layer in self.layers.values()]
+        return torch.stack([norm(b[:, first:]) * norm(a[first:]) for a, b in pairs]).sum()
 
     def train_only(self, factor: str) -> None:
         for name, parameter in self.model.named_parameters():
@@ -101,31 +122,46 @@ def weighed(matrices: Sequence[Matrix], weights: Sequence[float]) -> Matrix:
 
 
 def fed_lora(
-    problem: Problem, rule: str, *, num_inner_steps: int, ranks: Sequence[int], seed_of: Callable[[int], int]
-) -> dict[str, Adapter]:
-    """Worker i trains `ranks[i]`; all have as much data. `seed_of(round)` is what new factors are drawn from."""
+    problem: Problem, rule: str, *, num_inner_steps: int, ranks: Sequence[int], seed_of: Callable[[int], int],
+    press: float = 0.0, fell: Callable[[list[int]], None] = lambda _: None,
+) -> dict[str, Adapter]:  # fmt: skip
+    """Worker i trains `ranks[i]`; all have as much data. `seed_of(round)` is what new factors are drawn from. `fell`
+    hears the ranks after each round, which HetLoRA lowers where components that it presses down have shrunk."""
     assert problem.adapter is not None
     highest = problem.adapter.rank
     adapters, scale = first(problem), scale_of(problem, highest)
     owners = [Owner(problem, rank) for rank in ranks]
     batch = problem.inner.batch_size
     asked = [[(f"w{i + 1}", num_inner_steps * batch) for i in range(len(ranks))]] * problem.num_rounds
+    has_shrunk = [False] * len(ranks)
     for round, rows in enumerate(problem.dealt(asked)):
         moving = {"ffa": "B", "ro_lora": "AB"[(round + 1) % 2]}.get(rule, "AB")
         for i, owner in enumerate(owners):
             owner.load(adapters, scale / scale_of(problem, owner.rank))
             owner.train_only(moving)
+            lower = max(r for r in (0, *problem.adapter.lower_ranks) if r < owner.rank)
+            pressing = press if lower else 0.0
+            size_before = owner.tail(lower).item()
+
+            def extra(owner: Owner = owner, lower: int = lower) -> torch.Tensor:
+                return press * owner.tail(lower)
+
             if rule in ("flora", "flex_lora"):
                 owner.optimizer = make_adamw(owner.model, problem)
             for k, tokens in enumerate(rows[f"w{i + 1}"].split(batch)):
                 progress = (round + k / num_inner_steps) / problem.num_rounds
-                train_step(owner.model, owner.optimizer, tokens, problem, progress)
+                train_step(owner.model, owner.optimizer, tokens, problem, progress, extra=extra if pressing else None)
+            has_shrunk[i] = bool(pressing) and owner.tail(lower).item() < size_before
             owner.train_only("AB")
             assert len(trained(owner.model)) == 2 * len(owner.layers)
+        next_ranks = [
+            max(r for r in problem.adapter.lower_ranks if r < owner.rank) if has_shrunk[i] else owner.rank
+            for i, owner in enumerate(owners)
+        ]
         fresh = torch.Generator().manual_seed(seed_of(round + 1))
         for name, each in adapters.items():
             sent = [(*owner.factors(name), scale_of(problem, owner.rank)) for owner in owners]
-            equal, highest_sent = [1.0] * len(sent), max(ranks)
+            equal, highest_sent = [1.0] * len(sent), max(owner.rank for owner in owners)
             dense = weighed([s * b @ a for a, b, s in sent], equal)
             mean_a = weighed([a for a, _, _ in sent], equal)
             mean_b = weighed([b * s / scale for _, b, s in sent], equal)
@@ -151,4 +187,8 @@ def fed_lora(
                     signs = np.sign(u[np.abs(u).argmax(0), np.arange(u.shape[1])])[:highest]
                     each.a = (vh[:highest].T * signs).T
                     each.b = u[:, :highest] * signs * s[:highest] / scale
+        for i, rank in enumerate(next_ranks):
+            if rank < owners[i].rank:
+                owners[i] = owners[i].fallen(rank)
+        fell([owner.rank for owner in owners])
     return adapters

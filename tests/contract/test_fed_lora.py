@@ -16,7 +16,7 @@ from potluck.models.adapters import pairs
 from potluck.models.config import AdapterConfig
 from potluck.optim.inner import InnerConfig
 from potluck.simulator.exact.problem import Problem
-from potluck.strategies.fed_lora import FedLoRA, FedLoRAConfig, RuleName, new_factors_seed, rules
+from potluck.strategies.fed_lora import FedLoRA, FedLoRAConfig, FedLoRAState, RuleName, new_factors_seed, rules
 from potluck.worker.need import memory_of_rank
 
 plain = AdapterConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj"))
@@ -81,6 +81,25 @@ def test_two_workers_equal_plain_peft_and_dense_matrices(rule: str) -> None:
 def test_unequal_ranks_equal_plain_peft_and_dense_matrices(rule: str) -> None:
     check_equal(problem_of(adapter=unequal), rule, [1, 4, 2])
     check_equal(problem_of(adapter=unequal), rule, [1, 2])
+
+
+def test_components_that_are_pressed_down_are_dropped() -> None:
+    """Until nothing is left above the lowest rank; equal to plain PEFT with the penalty as a part of its loss."""
+    problem, falls = problem_of(adapter=unequal, num_rounds=6), list[list[int]]()
+
+    def make() -> FedLoRA:
+        return FedLoRA(FedLoRAConfig(rule="het_lora", num_inner_steps=num_steps, press=0.3))
+
+    got = checks.run(problem, make, num_workers=2)
+    wanted = fed_lora(
+        problem, "het_lora", num_inner_steps=num_steps, ranks=[4, 4], seed_of=partial(new_factors_seed, problem.seed),
+        press=0.3, fell=falls.append,
+    )  # fmt: skip
+    assert isinstance(got.state, FedLoRAState)
+    assert [got.state.pruned.get(f"w{i + 1}", 4) for i in range(2)] == falls[-1] and min(falls[-1]) < 4
+    for name, (a, b) in pairs(problem.plan(make()).layout, got.params).items():
+        np.testing.assert_allclose(a.numpy(), wanted[name].a, atol=1e-5)
+        np.testing.assert_allclose(b.numpy(), wanted[name].b, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", ["fed_ex", "flora", "flex_lora"])

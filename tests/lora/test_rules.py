@@ -19,7 +19,7 @@ from potluck.lora.fed_ex import fed_ex
 from potluck.lora.fed_it import fed_it
 from potluck.lora.flex_lora import flex_lora
 from potluck.lora.flora import flora
-from potluck.lora.het_lora import het_lora, num_kept, self_pruned, tail_norm
+from potluck.lora.het_lora import het_lora
 from potluck.lora.ro_lora import moving
 from potluck.types.errors import InvalidUpdate
 
@@ -135,39 +135,6 @@ def test_het_lora_of_adapters_without_change_goes_by_the_weights() -> None:
     np.testing.assert_allclose(got.a, [[1.25] * 3, [0.5] * 3], rtol=1e-6)
     counts = (1.0, Factors(torch.ones(1, 3), torch.ones(4, 1), 2.0))
     np.testing.assert_allclose(het_lora([*round_, counts]).delta(), counts[1].delta())
-
-
-def test_het_lora_penalty_is_that_of_the_last_components() -> None:
-    x = adapter(7, 5, 4)
-    a, b = torch.nn.Parameter(x.a), torch.nn.Parameter(x.b)
-    penalty = tail_norm(a, b, decay=0.5)
-    assert penalty.item() == pytest.approx(np.linalg.norm(wide(x.b)[:, 2:]) * np.linalg.norm(wide(x.a)[2:]))
-    penalty.backward()
-    assert a.grad is not None and b.grad is not None
-    assert not a.grad[:2].any() and a.grad[2:].all() and not b.grad[:, :2].any() and b.grad[:, 2:].all()
-
-
-def test_het_lora_penalty_of_a_new_adapter_has_a_gradient_without_nan() -> None:
-    a, b = torch.nn.Parameter(torch.randn(4, 5)), torch.nn.Parameter(torch.zeros(7, 4))
-    tail_norm(a, b, decay=0.5).backward()
-    assert a.grad is not None and b.grad is not None
-    assert not a.grad.any() and not b.grad.any()
-
-
-@pytest.mark.parametrize(
-    ("rank", "decay", "kept"), [(8, 0.5, 4), (5, 0.5, 2), (1, 0.5, 1), (4, 0.01, 1), (10, 0.99, 9)]
-)
-def test_het_lora_keeps_at_least_one_component(rank: int, decay: float, kept: int) -> None:
-    assert num_kept(rank, decay) == kept
-
-
-def test_het_lora_cuts_components_that_shrank() -> None:
-    before = adapter(7, 5, 4, scale=0.3)
-    shrunk = Factors(before.a, before.b * torch.tensor([1.0, 1.0, 0.9, 0.9]), 0.3)
-    got = self_pruned(before, shrunk, decay=0.5)
-    assert (got.rank, got.scale) == (2, 0.3)
-    assert torch.equal(got.a, before.a[:2]) and torch.equal(got.b, before.b[:, :2])
-    assert self_pruned(shrunk, before, decay=0.5) is before
 
 
 # What they have in common.

@@ -3,17 +3,14 @@
     A = sum_i w_i pad(A_i)      B = sum_i w_i pad(s_i B_i)      w_i = ||s_i B_i A_i||_F / sum_j ||s_j B_j A_j||_F
 
 Cho et al. 2024, arXiv:2401.06432. Receivers take the first r_i components. While it trains, a worker presses its last
-components down and cuts them off where that succeeds:
+components down, and has them no more where that succeeds (m is the next of the ranks that workers may have):
 
-    loss + lambda ||B[:, m:]||_F ||A[m:, :]||_F      m = decay r, decay < 1
+    loss + lambda sum over layers of ||B[:, m:]||_F ||A[m:, :]||_F
 
 How much a worker trained on counts only where no adapter changes anything. s_i in B is ours: the paper has one scale.
 """
 
 from __future__ import annotations
-
-import torch
-from torch import Tensor
 
 from potluck.lora.factors import Factors
 from potluck.lora.fed_it import fed_it
@@ -32,21 +29,3 @@ def het_lora(updates: Updates) -> Factors:
     by_norm = [(adapter.norm(), adapter) for _, adapter in updates]
     counted = [(norm, adapter) for norm, adapter in by_norm if norm > 0] or updates
     return fed_it([(weight, adapter.resized(rank, scale=1.0)) for weight, adapter in counted])
-
-
-def num_kept(rank: int, decay: float) -> int:
-    """m: components that are not pressed down, at least one."""
-    return max(1, int(decay * rank))
-
-
-def tail_norm(a: Tensor, b: Tensor, *, decay: float) -> Tensor:
-    """||B[:, m:]||_F ||A[m:, :]||_F of A [r, k] and B [d, r], with gradients: the worker adds lambda times it."""
-    kept = num_kept(a.shape[0], decay)
-    return torch.linalg.vector_norm(b[:, kept:]) * torch.linalg.vector_norm(a[kept:])
-
-
-def self_pruned(before: Factors, after: Factors, *, decay: float) -> Factors:
-    """The worker's adapter `after` a round, without its last components if the round made them smaller. Same scale."""
-    if tail_norm(after.a, after.b, decay=decay) < tail_norm(before.a, before.b, decay=decay):
-        return after.resized(num_kept(after.rank, decay), scale=after.scale)
-    return after

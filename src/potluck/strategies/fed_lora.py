@@ -24,9 +24,10 @@ beside it (`models.adapters.Merged`), and the inner optimizer's moments are forg
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -76,6 +77,10 @@ class FedLoRAConfig(BaseModel):
     num_inner_steps: int = Field(
         default=20, ge=1, description="inner steps of each worker in a round; on average where work is balanced"
     )
+    press: float = Field(
+        default=0.0, ge=0, description="lambda of `het_lora`: workers press the components above the next lower rank "
+        "down, and train that rank from then on where a round made them smaller; 0 for never",
+    )  # fmt: skip
     personal: bool = Field(
         default=False,
         description="workers keep the adapters that they end a round with, and validation tells of these too how they "
@@ -89,6 +94,7 @@ class FedLoRAConfig(BaseModel):
 @dataclass(frozen=True, kw_only=True)
 class FedLoRAState(State):
     aggregate: Params | None = None  # of the last updates, for the rule of aggregation that starts from it
+    pruned: Mapping[str, int] = field(default_factory=dict[str, int])  # with `het_lora`, the rank that is left of whom
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,28 @@ def inner(
     if keeps or personal:
         _keep(replica, replica.params())
     return result
+
+
+@task("fed_lora.pressed", kind="pinned", numbers=(*STEP_NUMBERS, "has_shrunk"), vector="delta")
+def pressed(
+    replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], rank: int,
+    last: Sequence[Sequence[int]], press: float, trains: Sequence[int], num_steps: int,
+    progress: tuple[float, float], beta: float = 0.0,
+) -> Result:  # fmt: skip
+    """`last` are the pairs of tensors, A's and B's of a layer, that are pressed down."""
+    start = _begin(replica, theta=theta, parts=parts, keeps=(), rank=rank)
+    replica.train_only(trains)
+    if beta:
+        replica.prefer(beta=beta)
+    replica.steer(pressed=[(a, b) for a, b in last], press=press)
+    result = take_steps(replica, theta=start, num_steps=num_steps, progress=progress, part=trains)
+    before, after = (_size(vector, replica.layout, last) for vector in (start, replica.params()))
+    return replace(result, scalars={**result.scalars, "has_shrunk": int(after < before)})
+
+
+def _size(vector: Vector, layout: Layout, pairs: Sequence[Sequence[int]]) -> float:
+    """The sum over pairs of the product of their norms."""
+    return sum(math.prod(float(vector.part(layout.ranges([i])).tensor().norm()) for i in pair) for pair in pairs)
 
 
 @task("fed_lora.loss", kind="pinned", numbers=("num_tokens", "loss_sum"))
@@ -223,6 +251,12 @@ class FedLoRA:
                 'model.adapter = { rank = 8, target_modules = ["q_proj", "v_proj"] }, or use fed_avg for whole weights'
             )
         run.check_rule()
+        can_fall = self.config.rule == "het_lora" and run.adapter.lower_ranks and not self.config.personal
+        if self.config.press and not can_fall:
+            raise RecipeError(
+                "strategy.press is of rule het_lora with lower ranks to fall to, and without `personal`; set it to 0, "
+                "or give model.adapter.lower_ranks"
+            )
         if not self.rule.is_mean and run.aggregation.rule != "mean":
             raise RecipeError(
                 f"strategy.rule {self.config.rule} joins whole adapters and aggregation.rule is "
@@ -237,13 +271,23 @@ class FedLoRA:
     async def run_round(self, state: FedLoRAState, fleet: Fleet) -> FedLoRAState:
         run, rule, num = fleet.run, self.rule, state.round + 1
         adapter, places = _adapters(run)
-        ranks = {worker.id: worker.adapter_rank or adapter.rank for worker in fleet.workers()}
+        ranks = {
+            worker.id: min(worker.adapter_rank or adapter.rank, state.pruned.get(worker.id, adapter.rank))
+            for worker in fleet.workers()
+        }
         starts = {rank: await self._start(state, fleet, rank) for rank in sorted({*ranks.values()})}
         shares = Shares.deal(state, fleet, self.config.num_inner_steps)
 
         def work(worker: WorkerId, steps: int) -> BoundTask:
             rank = ranks[worker]
             sends = part_of(places, rule.sends(num), rank)
+            if self.config.press and rank > adapter.ranks[0]:
+                last = [(layer.a[layer.blocks(rank) - 1], layer.b[layer.blocks(rank) - 1]) for layer in places]
+                given = {name: value for name, value in self._given(starts[rank], run, rank).items() if name != "keeps"}
+                return pressed.bind(
+                    **given, rank=rank, last=last, press=self.config.press, trains=sends, num_steps=steps,
+                    progress=shares.progress,
+                ).gives(sends)  # fmt: skip
             return inner.bind(
                 **self._given(starts[rank], run, rank), rank=rank, trains=part_of(places, rule.trains(num), rank),
                 sends=sends, begins_anew=rule.begins_anew, num_steps=steps, progress=shares.progress,
@@ -263,6 +307,9 @@ class FedLoRA:
             sent = [(reply, ranks[reply.worker]) for reply in got.replies]
             join = partial(self._joined, run=run, num=num, params=state.params, starts=starts, sent=sent)
             state = replace(state, params=(await fleet.head(join, key="join")).handles["params"])
+            shrunk = [reply.worker for reply in got.replies if reply.scalars.get("has_shrunk")]
+            lower = {worker: adapter.ranks[adapter.ranks.index(ranks[worker]) - 1] for worker in shrunk}
+            state = replace(state, pruned={**state.pruned, **lower})
         num_tokens = int(got.sum("num_tokens"))
         return replace(
             state, round=num, tokens=state.tokens + num_tokens, loss=got.sum("loss_sum") / num_tokens
@@ -349,9 +396,12 @@ class FedLoRA:
             case "flex_lora":
                 return Change(flex_lora(updates, max_rank=rank).resized(rank, scale=scale))
             case _:
-                mean = het_lora(updates).resized(rank, scale=scale)
-                is_unused = ~(mean.a.any(dim=1) | mean.b.any(dim=0))  # nobody had these components: A is as it was
-                return Change(Factors(torch.where(is_unused[:, None], held.a, mean.a), mean.b, scale))
+                highest = max(adapter.rank for _, adapter in updates)
+                mean = het_lora(updates).resized(highest, scale=scale)
+                a = torch.cat([mean.a, held.a[highest:]])  # components that nobody has now stay as they were
+                b = torch.cat([mean.b, held.b[:, highest:]], dim=1)
+                is_dead = ~(a.any(dim=1) | b.any(dim=0))  # without gradient for good, unless A is again what it was
+                return Change(Factors(torch.where(is_dead[:, None], held.a, a), b, scale))
 
     async def validate(self, state: FedLoRAState, fleet: Fleet, *, num_parts: int) -> Loss:
         """With `fed_sa` each worker has its own B: what it validates is its own model."""

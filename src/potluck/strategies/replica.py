@@ -126,8 +126,12 @@ class Replica(Protocol):
         """The parameters, read from the model itself: as they are when they are read."""
         ...
 
-    def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
-        """In this task's steps, gradients g become clip(g + pull (w - anchor)) + shift, w the parameters.
+    def steer(
+        self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None,
+        pressed: Sequence[tuple[int, int]] = (), press: float = 0.0,
+    ) -> None:  # fmt: skip
+        """In this task's steps, gradients g become clip(g + pull (w - anchor)) + shift, w the parameters; and they are
+        those of the loss plus `press` times the sum of ||X|| ||Y|| over the pairs of tensors `pressed`, by place.
 
         The vectors must not change while it takes them. The loss that a step reports is that of the data alone.
         """

@@ -215,8 +215,11 @@ class TorchReplica:
 
         return Vector(now.numel, read)
 
-    def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
-        self._steering = Steering(self._flat, anchor=anchor, pull=pull, shift=shift)
+    def steer(
+        self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None,
+        pressed: Sequence[tuple[int, int]] = (), press: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._steering = Steering(self._flat, anchor=anchor, pull=pull, shift=shift, pressed=pressed, press=press)
 
     def train_only(self, part: Sequence[int]) -> None:
         self._flat.train_only(part)

@@ -103,8 +103,11 @@ class ResumableReplica:
             return
         self._otherwise().load(theta)
 
-    def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
-        self._at_first().steer(anchor=anchor, pull=pull, shift=shift)
+    def steer(
+        self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None,
+        pressed: Sequence[tuple[int, int]] = (), press: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._at_first().steer(anchor=anchor, pull=pull, shift=shift, pressed=pressed, press=press)
 
     def train_only(self, part: Sequence[int]) -> None:
         self._at_first().train_only(part)

@@ -105,7 +105,10 @@ class CountingReplica:
     def params(self) -> Vector:
         return without_values(self.layout)
 
-    def steer(self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None) -> None:
+    def steer(
+        self, *, anchor: Vector | None = None, pull: float = 0.0, shift: Vector | None = None,
+        pressed: Sequence[tuple[int, int]] = (), press: float = 0.0,
+    ) -> None:  # fmt: skip
         pass
 
     def train_only(self, part: Sequence[int]) -> None:
