@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 memory_disk = Path("/dev/shm")
+watch_s = 1.0
 
 
 def scratch_place(need_bytes: int) -> str | None:
@@ -21,5 +24,16 @@ def scratch_place(need_bytes: int) -> str | None:
 
 
 def job_pool(processes: int) -> ProcessPoolExecutor:
-    """0 processes for one a core."""
-    return ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn"))
+    """0 processes for one a core. They end with this process, however it ends."""
+    return ProcessPoolExecutor(
+        processes or os.cpu_count(), mp_context=get_context("spawn"), initializer=_end_with, initargs=(os.getpid(),)
+    )
+
+
+def _end_with(parent: int) -> None:
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(watch_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

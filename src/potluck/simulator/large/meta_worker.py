@@ -339,6 +339,15 @@ class MetaTrainer(Trainer):
     def layout(self) -> Layout:
         return self._own_layout
 
+    @property
+    def adapter_rank(self) -> int:
+        """Not known: of unequal ranks its worker is given the lowest."""
+        return 0
+
+    @property
+    def num_unused(self) -> int:
+        return 0
+
     def cancel(self) -> None:
         self._compute.interrupt()
 
