@@ -10,7 +10,8 @@
     │   ├── NotAdmitted              8   token, certificate or role not accepted
     │   ├── VersionMismatch          9   another major protocol version
     │   ├── InvalidUpdate            8   tensors that are not finite, too large or not this model's
-    │   └── StateMissing             8   a worker has not what its next task goes on from
+    │   ├── StateMissing             8   a worker has not what its next task goes on from
+    │   └── PrivacySpent             8   a step would exceed the privacy that a run may cost its owner
     ├── CorruptError                10   a file or transfer that does not match its digest
     ├── RunStopped                  11   a run ended early, with the reason
     └── ModelError                  12   a model that cannot be built, loaded or held
@@ -67,6 +68,10 @@ class InvalidUpdate(Refused):
 
 
 class StateMissing(Refused):
+    exit_code = 8
+
+
+class PrivacySpent(Refused):
     exit_code = 8
 
 

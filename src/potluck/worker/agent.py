@@ -254,18 +254,20 @@ class Agent:
             rates = self.link.meter.rates
             is_news = differ(rates, told)
             told = rates if is_news else told
+            withdraws = runner.withdraws
             report = pb.Report(
                 sequence=sequence,
                 results=list(runner.results.values()),
                 progress=runner.progress(),
                 input_acks=runner.input_acks(),
-                leaving=self._leaving.is_set(),
-                note=self._note,
+                leaving=self._leaving.is_set() or bool(withdraws),
+                note=printable(withdraws, MAX_SENTENCE_LENGTH) or self._note,
                 profile_json=json.dumps(self.profile.to_json()) if is_news else "",
             )
             await control.send(report.SerializeToString())
-            if self._leaving.is_set():
+            if report.leaving:
                 await self._clock.sleep(0.2)  # let the message out before the stream closes
+                self.ended = self.ended or withdraws
                 return
             heartbeat_s = max(self._heartbeat_s or self.spec.heartbeat_s, self._least_heartbeat_s)
             waits_from = self._clock.now()
