@@ -1,4 +1,4 @@
-"""Recipes with differential privacy: what is refused, each with a sentence, and what a coordinator makes of the rest."""
+"""Recipes with differential privacy: what is refused, each with a sentence, and what becomes of the others."""
 
 from __future__ import annotations
 

@@ -141,9 +141,11 @@ def test_records_fewer_than_a_step_takes_are_all_taken(tmp_path: Path) -> None:
     assert float(found) == pytest.approx(config.noise_multiplier * config.clip * normal(1, seeded(1))[0] / 3)
 
 
-def ready(folder: Path, random_bytes: RandomBytes = seeded(1), privacy: PrivacyConfig = config) -> TorchReplica:
+def ready(
+    folder: Path, random_bytes: RandomBytes | None = None, privacy: PrivacyConfig = config
+) -> TorchReplica:  # fmt: skip
     spec, base = private_spec("llama", folder, privacy)
-    replica = replica_in(folder, spec, base, random_bytes)
+    replica = replica_in(folder, spec, base, random_bytes or seeded(1))
     replica.load(initial_adapters(replica.layout, seed=3))
     replica.feed(samples())
     replica.train_only(factors_b(replica))
@@ -243,7 +245,9 @@ def test_it_stops_before_the_budget_is_exceeded(tmp_path: Path) -> None:
 class Samples:
     """What a task is given."""
 
-    cursor: dict[str, Any] = {}
+    @property
+    def cursor(self) -> dict[str, Any]:
+        return {}
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(samples())

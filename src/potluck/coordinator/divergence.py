@@ -5,10 +5,10 @@
 of the training loss, where it is told (floor: a twentieth of the median, and 0.05), and of log |theta' - theta| (floor:
 0.35, so that a step of 66 times the usual norm is the least that is too large). A loss above its limit, or above the
 lowest limit that a whole window had, makes its round suspected, unless it is no more than `deviations` floors above the
-median of ten windows: text that is all of one kind for a whole window is followed by text that only looks like a jump. So many
-suspected rounds in a row, and the run has diverged. A step above its limit is not taken at all, nor is one that is not
-finite, and a run does not go on when the workers find their losses not finite. MAD is the median absolute deviation;
-1.4826 MAD estimates a standard deviation (Rousseeuw and Croux 1993).
+median of ten windows: text that is all of one kind for a whole window is followed by text that only looks like a jump.
+So many suspected rounds in a row, and the run has diverged. A step above its limit is not taken at all, nor is one that
+is not finite, and a run does not go on when the workers find their losses not finite. MAD is the median absolute
+deviation; 1.4826 MAD estimates a standard deviation (Rousseeuw and Croux 1993).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
 from potluck.worker.pieces import Pieces
 from potluck.worker.replica import TorchReplica
-from potluck.worker.session import Post
+from potluck.worker.session import Post, lease_id, session_of
 from potluck.worker.share import MachineShare
 from potluck.worker.sources import Sources
 from potluck.worker.state import RunFolder
@@ -51,16 +51,6 @@ from potluck.worker.trainer import Trainer
 MAX_WANTED = 256
 _untold = "why is told to the worker's owner only, since the run is private"
 recent_leases = 2
-
-
-def lease_id(lease: pb.Lease | pb.TaskResult) -> LeaseId:
-    return (lease.round, lease.attempt, lease.key)
-
-
-def session_of(id: LeaseId) -> LeaseId:
-    """The lease that a result belongs to: an emission of a session is named `key@step`."""
-    round, attempt, key = id
-    return (round, attempt, key.partition("@")[0])
 
 
 class Runner:
