@@ -127,3 +127,4 @@ def test_losses_and_deaths(rule: RuleName) -> None:
 
 def test_one_seed_gives_one_run() -> None:
     checks.same_trace(problem_of(adapter=unequal), making("flex_lora"))
+

@@ -1,6 +1,6 @@
 """What was merged into a layer's weight, with more added to it: read piece by piece, never whole in memory.
 
-M <- M + s B A      M [d, k], fp32
+    M <- M + s B A      M [d, k], fp32
 """
 
 from __future__ import annotations

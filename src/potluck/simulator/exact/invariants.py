@@ -467,7 +467,9 @@ class PlainFleet:
 class PlainHead:
     """The head without devices."""
 
-    def __init__(self, data: Iterator[Tensor], read: Callable[[Params], Tensor], update: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, data: Iterator[Tensor], read: Callable[[Params], Tensor], update: Callable[..., Tensor]
+    ) -> None:
         self._data, self._read, self._update = data, read, update
 
     def batches(self) -> Iterator[Tensor]:
