@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
@@ -59,7 +60,23 @@ def test_as_many_steps_are_left_as_the_budget_pays_for(spent: list[PrivateSteps]
     assert num_steps_within(0.1, 1e-5, spent=[], rate=1.0, noise_multiplier=0.5) == 0
 
 
-def test_without_opacus_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opacus", None)
-    with pytest.raises(PotluckError, match=r"reckoned by Opacus.*pip install 'potluck\[privacy\]'"):
+def test_orders_are_those_of_opacus() -> None:
+    from opacus.accountants import RDPAccountant
+
+    assert list(accounting.orders) == list(RDPAccountant.DEFAULT_ALPHAS)
+
+
+def test_without_opacus_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def require() -> None:
+        accounting._analysis.cache_clear()
         accounting.require_accountant()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda _: None)
+        with pytest.raises(PotluckError, match=r"reckoned by Opacus.*pip install 'potluck\[privacy\]'"):
+            require()
+        other = ModuleSpec("opacus", None, origin=str(tmp_path / "__init__.py"))  # a version without it
+        patch.setattr("importlib.util.find_spec", lambda _: other)
+        with pytest.raises(PotluckError, match=r"pip install"):
+            require()
+    require()

@@ -7,12 +7,13 @@ orders add up over steps, and the best order gives epsilon at delta (Mironov 201
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from potluck.types.errors import PotluckError
 
 most_steps = 1 << 40
+orders = (*(1 + x / 10 for x in range(1, 100)), *range(12, 64))
+"""Of Rényi divergences: those of Opacus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class PrivateSteps:
 
 def require_accountant() -> None:
     """PotluckError where Opacus is not installed."""
-    _opacus("opacus")
+    _analysis()
 
 
 def epsilon(spent: Sequence[PrivateSteps], delta: float) -> float:
@@ -43,10 +46,10 @@ def epsilon(spent: Sequence[PrivateSteps], delta: float) -> float:
     if not taken:
         return 0.0
     divergences = sum(steps.num_steps * _divergences(steps.rate, steps.noise_multiplier) for steps in taken)
-    analysis = _opacus("opacus.accountants.analysis.rdp")
+    analysis = _analysis()
     with warnings.catch_warnings():  # that a higher order might give a lower epsilon: this one is right too
         warnings.simplefilter("ignore")
-        found, _ = analysis.get_privacy_spent(orders=_orders(), rdp=divergences, delta=delta)
+        found, _ = analysis.get_privacy_spent(orders=orders, rdp=divergences, delta=delta)
     return max(float(found), 0.0) if not math.isnan(found) else math.inf
 
 
@@ -72,7 +75,7 @@ def num_steps_within(
 @lru_cache(maxsize=64)
 def _divergences(rate: float, noise_multiplier: float) -> NDArray[np.float64]:
     """Of one step, for each order; infinite where there is so little noise that they cannot be computed."""
-    analysis, orders = _opacus("opacus.accountants.analysis.rdp"), _orders()
+    analysis = _analysis()
     try:
         found = analysis.compute_rdp(q=rate, noise_multiplier=noise_multiplier, steps=1, orders=orders)
     except ArithmeticError:
@@ -80,15 +83,22 @@ def _divergences(rate: float, noise_multiplier: float) -> NDArray[np.float64]:
     return np.maximum(np.asarray(found, np.float64), 0.0)
 
 
-def _orders() -> Sequence[float]:
-    return _opacus("opacus.accountants").RDPAccountant.DEFAULT_ALPHAS
-
-
-def _opacus(name: str) -> Any:
+@lru_cache(maxsize=1)
+def _analysis() -> Any:
+    """Opacus' module of Rényi divergences alone: the package around it imports all of distributed training, which takes
+    a small machine a minute, and memory that the model needs."""
     try:
-        return importlib.import_module(name)
-    except ImportError as error:
+        package = importlib.util.find_spec("opacus")
+        if package is None or package.origin is None:
+            raise ImportError("there is no module opacus")
+        path = Path(package.origin).parent / "accountants" / "analysis" / "rdp.py"
+        spec = importlib.util.spec_from_file_location("potluck_opacus_rdp", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (ImportError, ValueError, OSError) as error:
         raise PotluckError(
-            f"this run trains with differential privacy, which is reckoned by Opacus, and it cannot be imported "
+            "this run trains with differential privacy, which is reckoned by Opacus, and it cannot be imported "
             f"({error}); install it with: pip install 'potluck[privacy]'"
         ) from error
+    return module
