@@ -118,7 +118,7 @@ def with_speeds(state: Path) -> None:
         ({"strategies": ["diloco"]}, "the run's strategy is fed_avg, which is not among the policy's strategies"),
         ({"base_models": ["blake3:" + "0" * 64]}, "the run's base model is blake3:"),
         ({"fields": FIELDS[:3]}, "delta would leave and is not among the policy's fields"),
-        ({"privacy": {"max_epsilon": 8.0, "delta": 1e-5}}, "and strategy fed_avg guarantees none"),
+        ({"privacy": {"max_epsilon": 8.0, "delta": 1e-5}}, "and this run, of fed_avg, guarantees none"),
         ({"min_examples": 1 << 20}, "training sequences and the policy's min_examples is 1,048,576"),
     ],
 )

@@ -20,7 +20,8 @@ from potluck.strategies.task import Result, task
 from potluck.types.errors import ResourceError
 from potluck.types.params import Layout
 from potluck.worker.link import Link
-from potluck.worker.runner import Runner, lease_id
+from potluck.worker.runner import Runner
+from potluck.worker.session import lease_id
 from potluck.worker.sources import MAX_SHARDS_KEPT, Sources
 from potluck.worker.state import RunFolder
 from potluck.worker.trainer import Trainer

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from potluck.cli.units import format_bytes, format_count, format_seconds
-from potluck.coordinator.events import Event
+from potluck.coordinator.events import Event, progress_of
 
 Snapshot = Mapping[str, Any]
 refresh_s = 0.5
@@ -115,13 +115,14 @@ def _doing(snapshot: Snapshot) -> str:
 
 
 def round_line(event: Event, bytes_up: int, bytes_down: int) -> str:
-    """The line of a committed round: round, loss, who reported, bytes, time."""
+    """The line of a committed round: round, loss (or what of privacy is spent), who reported, bytes, time."""
     detail = event.detail
     reported = ", ".join(detail["workers"])
     moved = f"{format_bytes(bytes_up)} up, {format_bytes(bytes_down)} down"
-    ratio = detail.get("figures", {}).get("predicted_over_observed")
+    figures: Mapping[str, float] = detail.get("figures", {})
+    ratio = figures.get("predicted_over_observed")
     took = f"{detail['seconds']:.1f} s" + (f"  predicted/observed {ratio:.2f}" if ratio else "")
-    return f"round {detail['round']:>3}  loss {detail['loss']:.4f}  {reported}  {moved}  {took}"
+    return f"round {detail['round']:>3}  {progress_of(detail['loss'], figures)}  {reported}  {moved}  {took}"
 
 
 class View:

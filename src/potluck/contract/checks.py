@@ -56,7 +56,7 @@ class Outcome:
     state: State
     params: Tensor
     losses: dict[int, float]  # validation, by round
-    round_losses: list[float]  # training, of every round
+    round_losses: list[Any]  # training, of every round; None where it is withheld
     trace: list[tuple[float, str]]
     bytes_up: dict[str, int]
     bytes_down: dict[str, int]
@@ -115,7 +115,7 @@ async def play(
         state=state,
         params=world.last.params.read(state.params),
         losses=dict(world.last.losses),
-        round_losses=[float(e.detail["loss"]) for e in world.events if e.kind == "round"],
+        round_losses=[e.detail["loss"] for e in world.events if e.kind == "round"],
         trace=world.trace,
         bytes_up=dict(world.object_bytes_up),
         bytes_down=dict(world.object_bytes_down),

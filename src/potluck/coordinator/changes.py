@@ -67,7 +67,7 @@ def changed(recipe: Recipe, setting: str) -> tuple[str, Recipe]:
 
 def _not_live(key: str) -> str:
     """Why that key is not set, and which are."""
-    if key in known_keys():
+    if key in known_keys() or key.startswith("strategy."):  # its settings are each strategy's own
         return f"{key} cannot change while a run goes on; docs/recipes.md marks the keys that can"
     near = nearest(key, LIVE_KEYS)
     return f"{key[:100]!r} is not a key; " + (f"did you mean {near}?" if near else "docs/recipes.md marks those to set")

@@ -17,7 +17,7 @@ from potluck.clock import Clock, Lanes
 from potluck.coordinator.contributions import Contributions
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.divergence import Diverged, DivergenceWatch, RoundFigures
-from potluck.coordinator.events import Event, OnEvent
+from potluck.coordinator.events import Event, OnEvent, progress_of
 from potluck.coordinator.kit import Kit
 from potluck.coordinator.owners import OwnerLosses, sentence
 from potluck.coordinator.past import Past
@@ -161,9 +161,9 @@ class Coordinator:
         self._num_roll_backs = await run(self.ledger.num_roll_backs)
         self.operations = await run(self.ledger.operations)
         last = DivergenceWatch.num_needed(self.plan.divergence)
-        norms = dict(await run(self.ledger.metrics, "step_norm", last))
-        losses = await run(self.ledger.metrics, "loss", last)
-        figures = [RoundFigures(round=r, loss=x, step_norm=norms.get(r, 0.0)) for r, x in losses]
+        norms = await run(self.ledger.metrics, "step_norm", last)
+        losses = dict(await run(self.ledger.metrics, "loss", last))
+        figures = [RoundFigures(round=r, loss=losses.get(r), step_norm=x) for r, x in norms]
         self._watch = DivergenceWatch(self.plan.divergence, figures)
 
     def finished(self, state: State) -> bool:
@@ -270,7 +270,11 @@ class Coordinator:
         deal = self.fleet.settle_data(committed=True)
         row = CommitRow(
             round=state.round, attempt=self._attempt, state=proposed.to_json(), deal=deal, accepted=accepted,
-            metrics={**reported, "loss": figures.loss, "step_norm": figures.step_norm}, over=self.fleet.over(),
+            metrics={
+                **reported, **({"loss": figures.loss} if figures.loss is not None else {}),
+                "step_norm": figures.step_norm,
+            },
+            over=self.fleet.over(),
         )  # fmt: skip
         await self.lanes.ledger.run(self.ledger.commit, row, self.clock.time())
         self.fleet.end(committed=True)
@@ -280,9 +284,10 @@ class Coordinator:
         self._given.committed(accepted)
         names = sorted({r.worker for r in accepted} - {HEAD}) or [HEAD]
         seconds = self.clock.now() - self._begun_at
+        what = progress_of(proposed.loss, reported)
         left = "".join(f"  {worker} cut short by {steps} steps" for worker, steps in sorted(cut_short.items()))
         self.tell(
-            "round", f"round {proposed.round}  loss {proposed.loss:.4f}  {', '.join(names)}  {seconds:.1f} s{left}",
+            "round", f"round {proposed.round}  {what}  {', '.join(names)}  {seconds:.1f} s{left}",
             round=proposed.round, loss=proposed.loss, workers=names, tokens=proposed.tokens, seconds=seconds,
             cut_short=cut_short, figures=reported,
         )  # fmt: skip

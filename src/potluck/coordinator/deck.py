@@ -16,22 +16,24 @@ from potluck.types.ids import Digest, WorkerId
 
 
 class Deck:
-    """`training` and `held_out` are shards (objects for shared data, files for listed data); empty for private."""
+    """`training` and `held_out` are shards (objects for shared data, files for listed data); empty for private, of
+    which `owners_hold_out` some."""
 
     def __init__(
-        self, training: Sequence[Shard], held_out: Sequence[Shard], *, seed: int, shared: bool, private: bool = False
-    ) -> None:
+        self, training: Sequence[Shard], held_out: Sequence[Shard], *, seed: int, shared: bool, private: bool = False,
+        owners_hold_out: bool = True,
+    ) -> None:  # fmt: skip
         self._dealer = Dealer(training, seed=seed) if training else None
         self._state = DealState()
         self._held_out = held_out_parts(tuple(held_out))
         self._shared = shared
-        self._private = private
+        self._private, self._owners_hold_out = private, owners_hold_out
         self._digests = tuple(check_digest(s.name) for s in (*training, *held_out)) if shared else ()
 
     @property
     def num_held_out(self) -> int:
-        """Parts of the validation data; with private data every worker has one of its own."""
-        return 1 if self._private else len(self._held_out)
+        """Parts of the validation data; with private data every worker has one of its own, where any is held out."""
+        return int(self._owners_hold_out) if self._private else len(self._held_out)
 
     @property
     def num_shards(self) -> int:

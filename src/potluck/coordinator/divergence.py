@@ -2,13 +2,13 @@
 
     limit = median + deviations * max(1.4826 MAD, floor)        over the last rounds that were not suspected themselves
 
-of the training loss (floor: a twentieth of the median, and 0.05), and of log |theta' - theta| (floor: 0.35, so that a
-step of 66 times the usual norm is the least that is too large). A loss above its limit, or above the lowest limit that
-a whole window had, makes its round suspected, unless it is no more than `deviations` floors above the median of ten
-windows: text that is all of one kind for a whole window is followed by text that only looks like a jump. So many
-suspected rounds in a row, and the run has diverged. A step above its limit is not taken at all, nor is one that is not
-finite, and a run does not go on when the workers find their losses not finite. MAD is the median absolute deviation;
-1.4826 MAD estimates a standard deviation (Rousseeuw and Croux 1993).
+of the training loss, where it is told (floor: a twentieth of the median, and 0.05), and of log |theta' - theta| (floor:
+0.35, so that a step of 66 times the usual norm is the least that is too large). A loss above its limit, or above the
+lowest limit that a whole window had, makes its round suspected, unless it is no more than `deviations` floors above the
+median of ten windows: text that is all of one kind for a whole window is followed by text that only looks like a jump.
+So many suspected rounds in a row, and the run has diverged. A step above its limit is not taken at all, nor is one that
+is not finite, and a run does not go on when the workers find their losses not finite. MAD is the median absolute
+deviation; 1.4826 MAD estimates a standard deviation (Rousseeuw and Croux 1993).
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ class Diverged(RoundFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFigures:
-    """Of one round: its number, counted from 1, its mean training loss, the L2 norm of the step it took."""
+    """Of one round: its number, counted from 1, its mean training loss (None where it is withheld), the L2 norm of the
+    step it took."""
 
     round: int
-    loss: float
+    loss: float | None
     step_norm: float
 
 
@@ -92,9 +93,10 @@ class DivergenceWatch:
         if not self.config.watch:
             return
         round, loss, norm = figures.round, figures.loss, figures.step_norm
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        loss_is_finite = loss is None or math.isfinite(loss)
+        if not (loss_is_finite and math.isfinite(norm)):
             reason = f"round {round} has the loss {loss} and its step the norm {norm}, which must be finite"
-            raise Diverged(reason, self.good_round(round, is_loss=not math.isfinite(loss)))
+            raise Diverged(reason, self.good_round(round, is_loss=not loss_is_finite))
         is_high = self._is_high(loss)
         if self._is_far(norm):
             typical = statistics.median(f.step_norm for f in self._trusted)
@@ -103,7 +105,7 @@ class DivergenceWatch:
                 self.good_round(round, is_loss=is_high),
             )
         if is_high and len(self._suspected) + 1 >= self.config.patience_rounds:
-            typical = statistics.median(f.loss for f in self._trusted)
+            typical = statistics.median(self._trusted_losses())
             raise Diverged(
                 f"the loss has been far above the usual {typical:.4g} for {len(self._suspected) + 1} rounds and is "
                 f"{loss:.4g} in round {round}",
@@ -118,6 +120,8 @@ class DivergenceWatch:
         self._suspected.clear()
         self._trusted.append(figures)
         del self._trusted[: -self.config.window_rounds]
+        if figures.loss is None:
+            return
         self._losses.append(figures.loss)
         del self._losses[: -_num_windows * self.config.window_rounds]
         if len(self._trusted) == self.config.window_rounds:
@@ -129,15 +133,18 @@ class DivergenceWatch:
         """Committed rounds that a watch has to be told of to judge as one that was told of all."""
         return (_num_windows + 2) * config.window_rounds
 
-    def _is_high(self, loss: float) -> bool:
-        if len(self._losses) < min_rounds or loss <= min([*self._limits, self._loss_limit()]):
+    def _is_high(self, loss: float | None) -> bool:
+        if loss is None or len(self._losses) < min_rounds or loss <= min([*self._limits, self._loss_limit()]):
             return False
         usual = statistics.median(self._losses)
         return loss > usual + self.config.deviations * _floor(usual)
 
     def _loss_limit(self) -> float:
-        losses = [f.loss for f in self._trusted]
+        losses = self._trusted_losses()
         return self._limit(losses, _floor(statistics.median(losses or [0.0])))
+
+    def _trusted_losses(self) -> list[float]:
+        return [f.loss for f in self._trusted if f.loss is not None]
 
     def _is_far(self, norm: float) -> bool:
         logs = [math.log(f.step_norm) for f in self._trusted if f.step_norm > 0]

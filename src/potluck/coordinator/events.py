@@ -52,3 +52,10 @@ def write_metrics(path: Path, event: Event) -> None:
         if file.write(line) != len(line):
             file.truncate(before)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def progress_of(loss: float | None, figures: Mapping[str, float]) -> str:
+    """Of a round, for people: its loss, or where that is withheld what the round has cost of privacy."""
+    if loss is not None:
+        return f"loss {loss:.4f}"
+    return f"epsilon {figures['epsilon']:.3f}" if "epsilon" in figures else "loss withheld"

@@ -44,8 +44,9 @@ class Frozen:
     def deck(self, recipe: Recipe) -> Deck:
         access = recipe.data.access
         return Deck(
-            self.training, self.held_out, seed=recipe.seed, shared=access == "shared", private=access == "private"
-        )
+            self.training, self.held_out, seed=recipe.seed, shared=access == "shared", private=access == "private",
+            owners_hold_out=bool(recipe.data.validation),
+        )  # fmt: skip
 
     def is_whole(self, recipe: Recipe, objects: ObjectStore) -> bool:
         """Whether the base and the shards are here, where it is for the coordinator to have them."""

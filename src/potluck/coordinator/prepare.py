@@ -34,6 +34,7 @@ from potluck.strategies.strategy import (
     Strategy,
     kept_vectors,
     merges_adapters,
+    privacy,
     takes_pairs,
     takes_unequal_ranks,
 )
@@ -169,6 +170,8 @@ def _plan(
         )
     if recipe.model.adapter is not None:
         _check_adapters(recipe, strategy)
+    if privacy(strategy) is not None:
+        _check_privacy(recipe)
     spec = RunSpec(
         run_id=run_id,
         name=recipe.name,
@@ -192,6 +195,7 @@ def _plan(
         up_rules=recipe.codec.up_rules,
         up_codec=recipe.codec.up,
         devices_hold_model=not on_head,
+        privacy=privacy(strategy),
     )
     plan = Plan(
         spec=spec,
@@ -230,6 +234,22 @@ def _check_adapters(recipe: Recipe, strategy: Strategy) -> None:
         raise RecipeError(
             f'strategy.inner.weights is "{recipe.strategy.inner.weights}" and adapters are trained in fp32; remove it, '
             'and hold the model below them in fewer bits with model.base = "bf16"'
+        )
+
+
+def _check_privacy(recipe: Recipe) -> None:
+    """RecipeError for data that differential privacy of records does not go with."""
+    data, adapter = recipe.data, recipe.model.adapter
+    if not data.private or data.read_options().rows_per_record != 1 or adapter is None:
+        raise RecipeError(
+            "strategy.privacy is of records that stay with their owners and train adapters, and the run has "
+            f"{data.access} data of format {data.format!r}{'' if adapter else ' and no model.adapter'}; set "
+            'data.private = true, data.format to "instruct" or "chat", and model.adapter'
+        )
+    if data.validation:
+        raise RecipeError(
+            f"strategy.privacy lets no loss leave a worker and data.validation holds out {data.validation} of its text "
+            "for losses; set data.validation = 0"
         )
 
 

@@ -2,7 +2,8 @@
 
 A source is an `Iterator` of int64 [at most batch_size, seq_len + 1], of pairs [at most batch_size, 2, seq_len + 1]; in
 records with answers, tokens that are not to be predicted are complements (records.py). A `SpanSource` ends with
-its spans; a `PrivateSource` never ends, and its cursor is all that must be kept to go on where it stopped.
+its spans; a `PrivateSource` never ends, and its cursor is all that must be kept to go on where it stopped. A
+`PoissonSource` never ends either: a batch of it is the whole sample of a step, of any size, and it has no position.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from potluck.data.epoch import epoch_order
 from potluck.data.packing import PackedShard, num_sequences_in
 from potluck.data.shards import Span
 from potluck.data.token_arrays import TokenArray
+from potluck.optim.dp_sgd import RandomBytes, poisson_sample
 from potluck.types.errors import CorruptError
 
 
@@ -148,6 +150,46 @@ class Cursor:
 START = Cursor()
 
 
+class OwnSequences:
+    """A worker's own sequences, which were made and checked on this machine, numbered through its shards."""
+
+    def __init__(self, shards: Sequence[PackedShard], *, seq_len: int, rows_per_record: int = 0) -> None:
+        self._shards = tuple(shards)
+        self._seq_len, self._rows_per_record = seq_len, rows_per_record
+        self._parts: dict[int, Sequences] = {}  # mapped when first read
+        self._ends = np.cumsum([s.num_sequences for s in shards])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def take(self, indices: NDArray[np.int64]) -> Tensor:
+        """int64 [len(indices), ...], a copy."""
+        if not len(indices):
+            shape = (2, self._seq_len + 1) if self._rows_per_record == 2 else (self._seq_len + 1,)
+            return torch.empty((0, *shape), dtype=torch.int64)
+        return torch.cat([self._row(int(i)) for i in indices])
+
+    def _row(self, index: int) -> Tensor:
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        start = int(self._ends[part - 1]) if part else 0
+        if part not in self._parts:
+            self._parts[part] = _map_shard(self._shards[part].path, self._seq_len, self._rows_per_record)
+        return self._parts[part].take(np.array([index - start]))
+
+
+class PoissonSource:
+    """Samples of a worker's own sequences: each is in a sample with probability `rate`, independently of all others."""
+
+    def __init__(self, sequences: OwnSequences, *, rate: float, random_bytes: RandomBytes) -> None:
+        self._sequences, self._rate, self._random_bytes = sequences, rate, random_bytes
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        return self._sequences.take(poisson_sample(len(self._sequences), self._rate, self._random_bytes))
+
+
 class PrivateSource:
     """Full batches of a worker's own sequences for ever: every sequence once per epoch, in the epoch's order."""
 
@@ -161,11 +203,8 @@ class PrivateSource:
         cursor: Cursor = START,
         rows_per_record: int = 0,
     ) -> None:
-        self._shards = tuple(shards)
-        self._seq_len, self._rows_per_record = seq_len, rows_per_record
-        self._parts: dict[int, Sequences] = {}  # mapped when first read
-        self._ends = np.cumsum([s.num_sequences for s in shards])
-        self.num_sequences = int(self._ends[-1])
+        self._sequences = OwnSequences(shards, seq_len=seq_len, rows_per_record=rows_per_record)
+        self.num_sequences = len(self._sequences)
         self._seed = seed
         self._batch_size = batch_size
         self._read: set[int] = set()
@@ -195,18 +234,11 @@ class PrivateSource:
         while missing:
             epoch, position = self._cursor.epoch, self._cursor.position
             order = _order(self._seed, epoch, "private", self.num_sequences)[position : position + missing]
-            rows += [self._row(int(i)) for i in order]
+            rows.append(self._sequences.take(order))
             self._read.update(order.tolist())
             missing -= len(order)
             self.seek(Cursor(epoch, position + len(order)))
         return torch.cat(rows)
-
-    def _row(self, index: int) -> Tensor:
-        part = int(np.searchsorted(self._ends, index, side="right"))
-        start = int(self._ends[part - 1]) if part else 0
-        if part not in self._parts:  # made and checked on this machine
-            self._parts[part] = _map_shard(self._shards[part].path, self._seq_len, self._rows_per_record)
-        return self._parts[part].take(np.array([index - start]))
 
 
 def held_out_batches(sequences: Sequences, batch_size: int) -> Iterator[Tensor]:

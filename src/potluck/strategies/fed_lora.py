@@ -19,6 +19,10 @@ al. 2024, arXiv:2403.12313; RoLoRA: Chen et al. 2025, arXiv:2502.01755; FedSA-Lo
 What travels up is the difference to what came down. Factors that did not change do not come down again. Where workers
 have unequal ranks, one of rank r has the first r components with the scale of r. What goes into the base is a matrix
 beside it (`models.adapters.Merged`), and the inner optimizer's moments are forgotten where A and B are new.
+
+With `privacy`, for `ffa`, workers take their steps by DP-SGD on their own records (optim/dp_sgd.py; Abadi et al. 2016).
+What they send is noised where it is made, so that whatever is done with it costs no more privacy; they tell no losses.
+Noise in A and B at once would be multiplied, which is why A stays as it is.
 """
 
 from __future__ import annotations
@@ -46,10 +50,11 @@ from potluck.lora.places import AdaptedLayer, Factor, adapted_layers, merged_par
 from potluck.lora.ro_lora import moving
 from potluck.lora.weighted import Updates
 from potluck.models.config import AdapterConfig
+from potluck.optim.dp_sgd import PrivacyConfig
 from potluck.optim.outer import axpy
 from potluck.strategies import evaluation
-from potluck.strategies.fleet import Fleet, Head, Reply
-from potluck.strategies.local_steps import STEP_NUMBERS, Shares, take_steps
+from potluck.strategies.fleet import Fleet, Head, Replies, Reply
+from potluck.strategies.local_steps import PRIVATE_STEP_NUMBERS, STEP_NUMBERS, Shares, take_steps
 from potluck.strategies.replica import Loss, Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
@@ -85,6 +90,12 @@ class FedLoRAConfig(BaseModel):
         default=False,
         description="workers keep the adapters that they end a round with, and validation tells of these too how they "
         "do on their owner's text",
+    )
+    privacy: PrivacyConfig | None = Field(
+        default=None,
+        description='with rule "ffa" and private records: differential privacy of each of them by noise that workers '
+        "add; `{ max_epsilon = 8.0, delta = 1e-5, noise_multiplier = 1.0, clip = 1.0 }`, see "
+        "[fine-tuning](fine_tuning.md#differential-privacy)",
     )
     min_reply_fraction: float = Field(
         default=0.5, gt=0, le=1, description="a round with fewer replies than this share of its workers is discarded"
@@ -175,6 +186,19 @@ def _size(vector: Vector, layout: Layout, pairs: Sequence[Sequence[int]]) -> flo
     return sum(math.prod(float(vector.part(layout.ranges([i])).tensor().norm()) for i in pair) for pair in pairs)
 
 
+@task("fed_lora.private_inner", kind="pinned", numbers=PRIVATE_STEP_NUMBERS, vector="delta")
+def private_inner(
+    replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], rank: int, trains: Sequence[int],
+    num_steps: int, progress: tuple[float, float], mean_steps: int,
+) -> Result:  # fmt: skip
+    """The same in a run with privacy: what a step is and may tell there is for the replica to see to."""
+    start = _begin(replica, theta=theta, parts=parts, keeps=(), rank=rank)
+    replica.train_only(trains)
+    return take_steps(
+        replica, theta=start, num_steps=num_steps, progress=progress, mean_steps=mean_steps, part=trains
+    )  # fmt: skip
+
+
 @task("fed_lora.loss", kind="pinned", numbers=("num_tokens", "loss_sum"))
 def held_out_loss(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int],
@@ -241,6 +265,10 @@ class FedLoRA:
         return self.rule.takes_unequal_ranks
 
     @property
+    def privacy(self) -> PrivacyConfig | None:
+        return self.config.privacy
+
+    @property
     def kept_vectors(self) -> float:
         return 1.0 if self.rule.keeps_own or self.config.personal else 0.0
 
@@ -264,9 +292,30 @@ class FedLoRA:
             )
         if not self.rule.is_mean:
             run.refuse_balance(f"strategy.rule {self.config.rule}")
+        if self.privacy is not None:
+            self._check_privacy(run)
         return FedLoRAState(
             params=run.initial, aggregate=run.zeros if run.aggregation.starts_from_previous else None
         )  # fmt: skip
+
+    def _check_privacy(self, run: RunFacts) -> None:
+        """RecipeError for what does not go with it."""
+        if self.config.rule != "ffa":
+            raise RecipeError(
+                f'strategy.privacy is of strategy.rule "ffa", which trains one factor of each adapter, and the rule is '
+                f'"{self.config.rule}": noise in both would be multiplied; set strategy.rule to "ffa"'
+            )
+        if run.rows_per_record != 1:
+            raise RecipeError(
+                "strategy.privacy is of single records and the data are not; set data.private = true and data.format "
+                'to "instruct" or "chat"'
+            )
+        if self.config.personal:
+            raise RecipeError(
+                "strategy.personal is told by losses on owners' text, which strategy.privacy withholds; remove one of "
+                "the two"
+            )
+        run.refuse_balance("strategy.privacy")
 
     async def run_round(self, state: FedLoRAState, fleet: Fleet) -> FedLoRAState:
         run, rule, num = fleet.run, self.rule, state.round + 1
@@ -276,20 +325,26 @@ class FedLoRA:
             for worker in fleet.workers()
         }
         starts = {rank: await self._start(state, fleet, rank) for rank in sorted({*ranks.values()})}
-        shares = Shares.deal(state, fleet, self.config.num_inner_steps)
+        is_private = self.privacy is not None
+        shares = Shares.deal(state, fleet, self.config.num_inner_steps, equal=is_private)
 
         def work(worker: WorkerId, steps: int) -> BoundTask:
             rank = ranks[worker]
-            sends = part_of(places, rule.sends(num), rank)
+            sends, given = part_of(places, rule.sends(num), rank), self._given(starts[rank], run, rank)
+            if is_private:
+                return private_inner.bind(
+                    theta=given["theta"], parts=given["parts"], rank=rank, trains=sends, num_steps=steps,
+                    progress=shares.progress, mean_steps=shares.mean_steps,
+                ).gives(sends)  # fmt: skip
             if self.config.press and rank > adapter.ranks[0]:
                 last = [(layer.a[layer.blocks(rank) - 1], layer.b[layer.blocks(rank) - 1]) for layer in places]
-                given = {name: value for name, value in self._given(starts[rank], run, rank).items() if name != "keeps"}
+                given.pop("keeps")
                 return pressed.bind(
                     **given, rank=rank, last=last, press=self.config.press, trains=sends, num_steps=steps,
                     progress=shares.progress,
                 ).gives(sends)  # fmt: skip
             return inner.bind(
-                **self._given(starts[rank], run, rank), rank=rank, trains=part_of(places, rule.trains(num), rank),
+                **given, rank=rank, trains=part_of(places, rule.trains(num), rank),
                 sends=sends, begins_anew=rule.begins_anew, num_steps=steps, progress=shares.progress,
                 personal=self.config.personal,
                 mean_steps=shares.mean_steps if rule.is_mean else 0,
@@ -311,9 +366,10 @@ class FedLoRA:
             lower = {worker: adapter.ranks[adapter.ranks.index(ranks[worker]) - 1] for worker in shrunk}
             state = replace(state, pruned={**state.pruned, **lower})
         num_tokens = int(got.sum("num_tokens"))
-        return replace(
-            state, round=num, tokens=state.tokens + num_tokens, loss=got.sum("loss_sum") / num_tokens
-        )  # fmt: skip
+        if is_private:
+            fleet.report(_epsilons(got))
+        loss = None if is_private else got.sum("loss_sum") / num_tokens
+        return replace(state, round=num, tokens=state.tokens + num_tokens, loss=loss)
 
     async def _moved(
         self, state: FedLoRAState, fleet: Fleet, mean: Params, part: Sequence[int], *, scale: float
@@ -441,6 +497,12 @@ class Change:
 
     adapter: Factors
     merged: Factors | None = None
+
+
+def _epsilons(got: Replies) -> dict[str, float]:
+    """What the run has cost each owner, as its worker says, and the most of these."""
+    found = {f"epsilon/{reply.worker}": float(reply.scalars["epsilon"]) for reply in got.replies}
+    return {"epsilon": max(found.values()), **found}
 
 
 def _adapters(run: RunFacts) -> tuple[AdapterConfig, list[AdaptedLayer]]:

@@ -24,20 +24,21 @@ from potluck.types.params import Params
 from potluck.types.vector import Vector
 
 STEP_NUMBERS = ("num_tokens", "loss_sum", "num_steps")
-"""The scalars of `summed_steps`."""
+"""The scalars of `summed_steps`,"""
+PRIVATE_STEP_NUMBERS = ("num_tokens", "num_steps", "epsilon")
+"""and where steps are private."""
 
 
 def summed_steps(replica: Replica, *, num_steps: int, progress: tuple[float, float]) -> dict[str, float]:
-    """As many steps as were granted, unless it is cut short: `STEP_NUMBERS`."""
+    """As many steps as were granted, unless it is cut short: `STEP_NUMBERS` or `PRIVATE_STEP_NUMBERS`."""
     start, stop = progress
     steps: list[Step] = []
     while len(steps) < num_steps and not (steps and replica.is_cut_short):
         steps.append(replica.train_step(progress=start + (stop - start) * len(steps) / num_steps))
-    return {
-        "num_tokens": sum(s.num_tokens for s in steps),
-        "loss_sum": sum(s.loss * s.num_tokens for s in steps),
-        "num_steps": len(steps),
-    }
+    sums = {"num_tokens": sum(s.num_tokens for s in steps), "num_steps": len(steps)}
+    if replica.epsilon is None:
+        return {**sums, "loss_sum": sum(s.loss * s.num_tokens for s in steps)}
+    return {**sums, "epsilon": replica.epsilon}
 
 
 def take_steps(

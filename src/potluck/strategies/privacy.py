@@ -1,10 +1,9 @@
-"""What a strategy guarantees the owners of its workers: differential privacy of each record, over a whole run."""
+"""What a run guarantees the owners of its workers: differential privacy of each record, over a whole run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from potluck.strategies.registry import shipped, strategy_type
 from potluck.strategies.run import RunSpec
 
 
@@ -17,12 +16,8 @@ class Guarantee:
 
 
 def guarantee(spec: RunSpec) -> Guarantee | None:
-    """What the strategy of a run states in its static method `guarantee(spec)`; None for nothing.
-
-    The code that is installed on the worker is asked, which adds the noise: that a coordinator says so protects nobody
-    from it. A strategy in a file of its own states nothing.
-    """
-    if spec.strategy_digest or spec.strategy not in shipped:
+    """None for nothing. Whatever tasks a coordinator gives in a run with privacy, the worker's own code takes private
+    steps alone and stops where this is spent (worker/private_training.py)."""
+    if spec.privacy is None:
         return None
-    stated = getattr(strategy_type(spec.strategy), "guarantee", None)
-    return stated(spec) if stated is not None else None
+    return Guarantee(epsilon=spec.privacy.max_epsilon, delta=spec.privacy.delta)

@@ -16,7 +16,10 @@ from potluck.types.vector import Vector
 
 @dataclass(frozen=True)
 class Step:
-    """One pass over a batch: the mean loss per token before the update, and how many tokens it was over."""
+    """One pass over a batch: the mean loss per token before the update, and how many tokens it was over.
+
+    Of a private step the loss is nan, and the tokens are those of as many full records as a step takes on average.
+    """
 
     loss: float
     num_tokens: int
@@ -106,6 +109,11 @@ class Replica(Protocol):
     @property
     def is_cut_short(self) -> bool:
         """Whether the task is to end now, after at least one step, with what it has: nobody else works any more."""
+        ...
+
+    @property
+    def epsilon(self) -> float | None:
+        """In a run with differential privacy what this worker's steps have cost its owner; None in any other."""
         ...
 
     def batches(self) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from potluck.aggregation.config import AggregationConfig
 from potluck.codecs.base import codec
@@ -17,6 +17,7 @@ from potluck.codecs.policy import CodecPolicy, CodecRule
 from potluck.codecs.spec import CodecSpec, parse_spec
 from potluck.data.config import rows_per_record
 from potluck.models.config import AdapterConfig, BaseFiles
+from potluck.optim.dp_sgd import PrivacyConfig
 from potluck.optim.inner import InnerConfig
 from potluck.planner.compression import CompressionConfig
 from potluck.strategies.state import State
@@ -54,11 +55,26 @@ class RunSpec(BaseModel):
     kept_vectors: float = Field(default=0.0, ge=0, le=1000)  # strategies/strategy.py
     up_rules: list[dict[str, Any]] = []  # which tensors of a result go in which codec: codecs/policy.py
     up_codec: str = Field(default="fp32", max_length=200)  # of all others, unless a lease names another one
+    privacy: PrivacyConfig | None = None
+    """What the run guarantees each record of an owner. It is the worker's own code that keeps it, whatever tasks it is
+    given: with this it takes no other steps than private ones, and tells no loss (worker/private_training.py)."""
 
     @property
     def rows_per_record(self) -> int:
         """Of the run's data: data/config.py."""
         return rows_per_record(self.data_options.get("format"))
+
+    @model_validator(mode="after")
+    def _can_be_private(self) -> RunSpec:
+        if self.privacy is not None and (
+            self.data_access != "private" or self.rows_per_record != 1 or self.adapter is None
+        ):
+            raise ValueError(
+                "`privacy` is of private records that adapters are trained on, each one row; this run has "
+                f"{self.data_access} data of {self.rows_per_record} rows a record"
+                f"{'' if self.adapter else ' and trains all weights'}"
+            )
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ class State:
     round: int = 0  # rounds committed
     tokens: int = 0  # training tokens committed
     seconds: float = 0.0  # time spent in committed rounds
-    loss: float = 0.0  # mean training loss of the last round
+    loss: float | None = 0.0  # mean training loss of the last round; None where it is withheld
 
     def handles(self) -> tuple[Params, ...]:
         """Every handle in the state: what must be kept to restore it."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import BaseModel
 
+from potluck.optim.dp_sgd import PrivacyConfig
 from potluck.strategies.fleet import Fleet
 from potluck.strategies.replica import Loss
 from potluck.strategies.run import RunFacts
@@ -64,6 +65,12 @@ def merges_adapters(strategy: Strategy) -> bool:
 def takes_unequal_ranks(strategy: Strategy) -> bool:
     """Whether its workers may train adapters of unequal ranks: its attribute of this name."""
     return bool(getattr(strategy, "takes_unequal_ranks", False))
+
+
+def privacy(strategy: Strategy) -> PrivacyConfig | None:
+    """What it guarantees each record of an owner: its attribute of this name, None without one. Then workers take no
+    steps but private ones and tell no loss, so that its states have none."""
+    return getattr(strategy, "privacy", None)
 
 
 @runtime_checkable

@@ -11,7 +11,8 @@
     │   ├── VersionMismatch          9   another major protocol version
     │   ├── OwnerRefused             8   the policy of a machine's owner does not allow it
     │   ├── InvalidUpdate            8   tensors that are not finite, too large or not this model's
-    │   └── StateMissing             8   a worker has not what its next task goes on from
+    │   ├── StateMissing             8   a worker has not what its next task goes on from
+    │   └── PrivacySpent             8   a step would exceed the privacy that a run may cost its owner
     ├── CorruptError                10   a file or transfer that does not match its digest
     ├── RunStopped                  11   a run ended early, with the reason
     └── ModelError                  12   a model that cannot be built, loaded or held
@@ -72,6 +73,10 @@ class InvalidUpdate(Refused):
 
 
 class StateMissing(Refused):
+    exit_code = 8
+
+
+class PrivacySpent(Refused):
     exit_code = 8
 
 

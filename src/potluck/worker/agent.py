@@ -276,13 +276,14 @@ class Agent:
             rates = self.link.meter.rates
             is_news = differ(rates, told)
             told = rates if is_news else told
+            withdraws = runner.withdraws
             report = pb.Report(
                 sequence=sequence,
                 results=list(runner.results.values()),
                 progress=runner.progress(),
                 input_acks=runner.input_acks(),
-                leaving=self._leaving.is_set() or self._gate.refusal is not None,
-                note=self._note,
+                leaving=self._leaving.is_set() or bool(withdraws) or self._gate.refusal is not None,
+                note=printable(withdraws, MAX_SENTENCE_LENGTH) or self._note,
                 profile_json=json.dumps(self._gate.told_of(self.profile)) if is_news else "",
             )
             await self._gate.pass_report(report)
@@ -291,6 +292,7 @@ class Agent:
                 await self._clock.sleep(farewell_s)
                 if self._gate.refusal is not None:
                     raise self._gate.refusal
+                self.ended = self.ended or withdraws
                 return
             heartbeat_s = max(self._heartbeat_s or self.spec.heartbeat_s, self._least_heartbeat_s)
             waits_from = self._clock.now()

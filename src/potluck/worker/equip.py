@@ -14,6 +14,7 @@ from potluck.worker.gate import Gate
 from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
 from potluck.worker.pieces import Pieces
+from potluck.worker.private_training import PrivateTraining
 from potluck.worker.replica import TorchReplica
 from potluck.worker.runner import Runner
 from potluck.worker.share import MachineShare
@@ -44,8 +45,10 @@ async def equip(
 ) -> Runner:
     """Everything a worker needs before its first task. DataError, ModelError or ResourceError if it cannot be had.
 
-    ConnectionLost where the link breaks before that: what was fetched is found again the next time.
+    ConnectionLost where the link breaks before that: what was fetched is found again the next time. In a run with
+    privacy what there is to note is for the owner alone: it may tell of records.
     """
+    note = note if spec.privacy is None else told
     run_folder = await files.run(RunFolder, folder / "runs" / spec.run_id)
     tokenizer = None
     if spec.tokenizer_object:
@@ -62,7 +65,7 @@ async def equip(
         if not spec.devices_hold_model:
             return HollowTrainer()
         replica = TorchReplica(
-            spec, device=device, num_threads=num_threads, max_memory_bytes=max_memory_bytes, base=base
+            spec, device=device, num_threads=num_threads, max_memory_bytes=max_memory_bytes, base=base, private=private
         )
         return Trainer(replica, run_folder, note, now=clock.now, snapshot_every_steps=spec.snapshot_every_steps)
 
@@ -73,6 +76,12 @@ async def equip(
     )
     gate = gate or Gate()
     gate.admit_data(sources.own)
+    num_records = sources.own.num_sequences if sources.own is not None else 0
+    private = await files.run(
+        lambda: PrivateTraining.open(spec, folder, num_records=num_records, has_begun=run_folder.has_states)
+    )
+    if private is not None:
+        told(f"{private.sentence()}; the run may take {private.num_steps_left:,} more")
     if sources.own is not None and sources.own.report.is_flawed:
         for where in sources.own.report.skipped:
             told(f"skipped {where.file}:{where.line}: {where.reason}")  # the place is for the owner only

@@ -27,8 +27,13 @@ def replica_memory(spec: RunSpec, num_params: int, *, precision: str, num_restin
         checkpoints_activations=spec.inner.checkpoint_activations,
         kept_vectors=spec.kept_vectors,
         max_logits_bytes=max(MAX_WHOLE_BYTES, CHUNK_BYTES),
-        base_bytes=_base_bytes(spec) + type_bytes * num_resting,
+        base_bytes=_base_bytes(spec) + type_bytes * num_resting + _copies_bytes(spec, num_params),
     )
+
+
+def _copies_bytes(spec: RunSpec, num_params: int) -> int:
+    """At most, of what records have of their own in a private step: what they multiply with, and its gradient."""
+    return 0 if spec.privacy is None else 2 * type_bytes * spec.inner.batch_size * num_params
 
 
 def _base_bytes(spec: RunSpec) -> int:

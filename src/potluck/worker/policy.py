@@ -75,7 +75,7 @@ class Policy(BaseModel):
         default=None, ge=0, description="updates of one run that may leave, over all restarts; then the worker leaves"
     )
     privacy: PrivacyPolicy | None = Field(
-        default=None, description="the differential privacy that a run must guarantee; no strategy guarantees any yet"
+        default=None, description="the differential privacy that a run must guarantee each record of yours"
     )
 
     @field_validator("strategies")
@@ -147,7 +147,7 @@ class Policy(BaseModel):
         given = guarantee(spec)
         asked = f"the policy requires differential privacy of epsilon {wanted.max_epsilon:g} at delta {wanted.delta:g}"
         if given is None:
-            return f"{asked} and strategy {printable(spec.strategy, 200)} guarantees none"
+            return f"{asked} and this run, of {printable(spec.strategy, 200)}, guarantees none"
         if given.epsilon <= wanted.max_epsilon and given.delta <= wanted.delta:
             return ""
         return f"{asked} and the run guarantees epsilon {given.epsilon:g} at delta {given.delta:g}"

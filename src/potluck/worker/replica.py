@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from potluck.lora.places import B_MARK
 from potluck.models.build import checkpoint_activations, skeleton
 from potluck.models.device import Hardware, choose_precision, this_machine
 from potluck.models.family import has_dropout
@@ -25,11 +26,12 @@ from potluck.models.loss import HeadProducts, TokenLoss, num_predicted
 from potluck.optim.inner import learning_rate
 from potluck.strategies.replica import Kept, Loss, Mailbox, Step, TaskCancelled
 from potluck.strategies.run import RunSpec
-from potluck.types.errors import CorruptError, DataError, ModelError, NotFinite
+from potluck.types.errors import CorruptError, DataError, ModelError, NotFinite, Refused
 from potluck.types.params import Layout
 from potluck.types.vector import Vector
 from potluck.worker.inner_optimizer import InnerOptimizer
 from potluck.worker.need import fitting_rank, resting_tensors
+from potluck.worker.private_training import PrivateTraining
 from potluck.worker.steering import Steering
 
 KEPT = "kept."
@@ -58,10 +60,14 @@ class TorchReplica:
         hardware: Hardware = this_machine,
         now: Callable[[], float] = time.perf_counter,
         base: Sequence[Path] = (),
+        private: PrivateTraining | None = None,
     ) -> None:
-        """`base` are the files of the run's frozen base, where it has one. ModelError if the run's model cannot be
-        built here or the base is another model's, ResourceError if it does not fit.
+        """`base` are the files of the run's frozen base, where it has one; `private` takes the steps of a run with
+        privacy. ModelError if the run's model cannot be built here or the base is another model's, ResourceError if it
+        does not fit.
         """
+        assert (private is None) == (spec.privacy is None), "a run with privacy has private steps and no others"
+        self.private = private
         if num_threads:
             torch.set_num_threads(num_threads)
         self.device = torch.device(device)
@@ -188,7 +194,11 @@ class TorchReplica:
 
     @property
     def is_cut_short(self) -> bool:
-        return self._is_cut_short()
+        return self._is_cut_short() or (self.private is not None and self.private.is_spent)
+
+    @property
+    def epsilon(self) -> float | None:
+        return None if self.private is None else self.private.epsilon
 
     def first(self) -> Vector:
         from potluck.models.adapters import initial_adapters
@@ -239,11 +249,14 @@ class TorchReplica:
         self._optimizer.reset()
 
     def batches(self) -> Iterator[Tensor]:
+        self._require_public("records")
         for tokens in self._source:
             self._stop_if_cancelled()
             yield tokens
 
     def train_step(self, *, progress: float) -> Step:
+        if self.private is not None:
+            return self._private_step(self.private, progress=progress)
         started = self._now()
         batches = self._micro_batches()
         num_tokens = sum(map(num_predicted, batches))
@@ -262,7 +275,57 @@ class TorchReplica:
         self._stepped(loss, num_tokens, started)
         return Step(loss, num_tokens)
 
+    def _private_step(self, private: PrivateTraining, *, progress: float) -> Step:
+        """As a step, but for what tells of records: `inner.clip` is that of each record, and no loss is looked at."""
+        started = self._now()
+        self._stop_if_cancelled()
+        sample = next(self._source, None)
+        if sample is None:
+            raise DataError("a private step needs records of this machine's own and was given none; check the recipe")
+        factors = self._factors_trained()
+        batches = [part for part in sample.split(self._inner.batch_size) if len(part)]
+        gradients = private.gradients(list(factors.values()), batches, self._record_losses)
+        for i, gradient in zip(factors, gradients, strict=True):
+            self._flat.parameters[i].grad = gradient.to(self.device)
+        if self._steering is not None:
+            self._steering.before_clipping()
+            self._steering.after_clipping()
+        self._optimizer.step(learning_rate(self._inner, progress), seed=self._chance())
+        self._flat.clear_gradients()
+        step = Step(math.nan, self._inner.sequences_per_step * self._seq_len)
+        self._stepped(step.loss, step.num_tokens, started)
+        return step
+
+    def _factors_trained(self) -> dict[int, nn.Linear]:
+        """The layers that hold what is trained in this task, by its places. Refused if that is not B alone."""
+        trained = [i for i, parameter in enumerate(self._flat.parameters) if parameter.requires_grad]
+        names = {i: self.layout.tensors[i].name for i in trained}
+        found: dict[int, nn.Linear] = {}
+        for i, name in names.items():
+            layer = self._flat.module.get_submodule(name.rpartition(".")[0])
+            if B_MARK not in name or not isinstance(layer, nn.Linear):
+                raise Refused(
+                    f"a private step was to train {name[:200]}, and it trains the factors B of adapters only; use "
+                    'strategy.rule = "ffa"'
+                )
+            found[i] = layer
+        return found
+
+    def _record_losses(self, batch: Tensor) -> Tensor:
+        """Of each record the mean over its tokens that are predicted: fp32 [records]."""
+        self._stop_if_cancelled()
+        if self._has_dropout:
+            assert self.private is not None
+            torch.manual_seed(self.private.fresh_seed())
+        given = self._on_device(batch)
+        return self._loss.of_sequences(given) / (given[:, 1:] >= 0).sum(dim=1).clamp(min=1)
+
+    def _require_public(self, what: str) -> None:
+        if self.private is not None:
+            raise Refused(f"the run trains with differential privacy, so that this worker gives no {what} to a task")
+
     def gradient(self, *, num_sequences: int) -> tuple[Tensor, Loss]:
+        self._require_public("gradients without noise")
         started = self._now()
         loss_sum, num_tokens, missing = 0.0, 0, num_sequences
         self._flat.clear_gradients()
@@ -283,6 +346,7 @@ class TorchReplica:
         return summed, Loss(loss_sum, num_tokens)
 
     def evaluate(self, tokens: Tensor) -> Loss:
+        self._require_public("losses")
         loss_sum = 0.0
         for batch in tokens.split(self._inner.batch_size):
             self._stop_if_cancelled()

@@ -93,6 +93,10 @@ class ResumableReplica:
         """Not before all that the snapshot holds was told: those steps are done, and their result is at hand."""
         return self._found is None and self._replica.is_cut_short
 
+    @property
+    def epsilon(self) -> float | None:
+        return self._replica.epsilon
+
     def load(self, theta: Vector | Tensor) -> None:
         if self._theta is None and self.is_plain:
             self._theta = theta

@@ -24,7 +24,15 @@ from potluck.strategies.replica import TaskCancelled
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, TaskFunction, decode_arguments, installed
 from potluck.transport.inline import MAX_BUNDLE_BYTES
-from potluck.types.errors import CorruptError, NotFinite, PotluckError, Refused, ResourceError, StateMissing
+from potluck.types.errors import (
+    CorruptError,
+    NotFinite,
+    PotluckError,
+    PrivacySpent,
+    Refused,
+    ResourceError,
+    StateMissing,
+)
 from potluck.types.ids import Digest, LeaseId
 from potluck.types.untrusted import printable
 from potluck.types.vector import Vector
@@ -34,7 +42,7 @@ from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
 from potluck.worker.pieces import Pieces
 from potluck.worker.replica import TorchReplica
-from potluck.worker.session import Post
+from potluck.worker.session import Post, lease_id, session_of
 from potluck.worker.share import MachineShare
 from potluck.worker.sources import Sources
 from potluck.worker.state import RunFolder
@@ -42,17 +50,8 @@ from potluck.worker.trainer import Trainer
 from potluck.worker.versions import add_delta, way_to
 
 MAX_WANTED = 256
+_untold = "why is told to the worker's owner only, since the run is private"
 recent_leases = 2
-
-
-def lease_id(lease: pb.Lease | pb.TaskResult) -> LeaseId:
-    return (lease.round, lease.attempt, lease.key)
-
-
-def session_of(id: LeaseId) -> LeaseId:
-    """The lease that a result belongs to: an emission of a session is named `key@step`."""
-    round, attempt, key = id
-    return (round, attempt, key.partition("@")[0])
 
 
 class Runner:
@@ -75,6 +74,7 @@ class Runner:
         self.activity = ("waiting", 0)
         self.adopted = ""
         self.held = False  # nothing is begun
+        self.withdraws = ""  # why this worker leaves the run by itself; then nothing is begun either
         self.changed = asyncio.Event()  # something new to report
         self.inline_changed = asyncio.Event()
         self.emitted = asyncio.Event()  # a session has something to send
@@ -237,7 +237,7 @@ class Runner:
     async def _work(self) -> None:
         while True:
             taken = self.results.keys() | self._sending.keys()
-            waiting = [x for id, x in self.wanted.items() if id not in taken and not self.held]
+            waiting = [x for id, x in self.wanted.items() if id not in taken and not self.held and not self.withdraws]
             if not waiting:
                 self._wake.clear()
                 await self._wake.wait()
@@ -261,6 +261,9 @@ class Runner:
             await work
         except TaskCancelled:
             pass
+        except PrivacySpent as spent:
+            self.withdraws = str(spent)
+            self.changed.set()
         except PotluckError as error:
             not_finite, lacks_state = isinstance(error, NotFinite), isinstance(error, StateMissing)
             self._fail(lease, str(error), not_finite=not_finite, lacks_state=lacks_state)
@@ -273,7 +276,8 @@ class Runner:
             return  # nobody asks any more, so its inputs may be gone
         self._note(f"{lease.task} failed: {reason}")
         self.results[lease_id(lease)] = pb.TaskResult(
-            key=lease.key, attempt=lease.attempt, round=lease.round, error=printable(reason, 500),
+            key=lease.key, attempt=lease.attempt, round=lease.round,
+            error=printable(reason if self._spec.privacy is None else _untold, 500),
             not_finite=not_finite, lacks_state=lacks_state,
         )  # fmt: skip
 

@@ -8,9 +8,20 @@ from typing import Any
 
 from torch import Tensor
 
+from potluck.protocol import pb
 from potluck.strategies.replica import TaskCancelled
-from potluck.types.ids import Digest
+from potluck.types.ids import Digest, LeaseId
 from potluck.types.vector import Vector
+
+
+def lease_id(lease: pb.Lease | pb.TaskResult) -> LeaseId:
+    return (lease.round, lease.attempt, lease.key)
+
+
+def session_of(id: LeaseId) -> LeaseId:
+    """The lease that a result belongs to: an emission of a session is named `key@step`."""
+    round, attempt, key = id
+    return (round, attempt, key.partition("@")[0])
 
 
 class Post:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +17,18 @@ from potluck.data.listed import ListedFiles
 from potluck.data.prepare import prepare_private
 from potluck.data.prepared import PreparedData
 from potluck.data.shards import Span
-from potluck.data.stream import Cursor, PrivateSource, Sequences, SpanSource, held_out_batches, open_shard
+from potluck.data.stream import (
+    Cursor,
+    OwnSequences,
+    PoissonSource,
+    PrivateSource,
+    Sequences,
+    SpanSource,
+    held_out_batches,
+    open_shard,
+)
 from potluck.data.tokenizer import TextTokenizer, unpack_tokenizer
+from potluck.optim.dp_sgd import RandomBytes, sampling_rate
 from potluck.protocol import pb
 from potluck.storage.digest import check_digest
 from potluck.storage.objects import ObjectStore
@@ -60,6 +71,7 @@ class Sources:
     own: PreparedData | None = None
     listed: ListedFiles | None = None
     _own_read: Fed | None = None  # what the task opened last reads of the owner's own text
+    random_bytes: RandomBytes = os.urandom  # that samples of private records are drawn by
     _shards_read: dict[Digest, None] = field(default_factory=dict[Digest, None])  # the last one read is last
 
     @property
@@ -75,11 +87,14 @@ class Sources:
 
     def num_examples(self, *, num_unused: int) -> int | None:
         """Of the owner's own text, the different sequences that the last task has read, less those that it read and
-        did not use. None where it read none of it.
+        did not use. None where it read none of it. With privacy all of it: each could have been in a sample, and how
+        many were is not to be known.
         """
         read = self._own_read
         if read is None:
             return None
+        if self.spec.privacy is not None and self.own is not None:
+            return self.own.num_sequences
         return (read.num_sequences if read.private is None else read.private.num_different) - num_unused
 
     @contextmanager
@@ -99,6 +114,8 @@ class Sources:
     def _own(self, lease: pb.Lease, batch_size: int) -> Fed:
         if self.own is None:
             raise DataError("this run trains on private text and none was given; start the worker with --data FILE")
+        if self.spec.privacy is not None:
+            return self._samples(self.own, held_out=lease.held_out)
         if lease.held_out:
             parts = [self._open_shard(s.path) for s in self.own.validation]
             return Fed(batch for part in parts for batch in held_out_batches(part, batch_size))
@@ -107,6 +124,13 @@ class Sources:
             rows_per_record=self.spec.rows_per_record,
         )  # fmt: skip
         return Fed(private, private)
+
+    def _samples(self, own: PreparedData, *, held_out: bool) -> Fed:
+        if held_out:
+            raise Refused("the run trains with differential privacy, and losses of this worker's text do not leave it")
+        records = OwnSequences(own.shards, seq_len=self.spec.seq_len, rows_per_record=self.spec.rows_per_record)
+        rate = sampling_rate(self.spec.inner.sequences_per_step, len(records))
+        return Fed(PoissonSource(records, rate=rate, random_bytes=self.random_bytes))
 
     def _sequences(self, span: Span) -> Sequences:
         if self.listed is not None:

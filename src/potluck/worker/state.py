@@ -2,6 +2,7 @@
 
     STATE/lock              held by the one process that uses the folder
     STATE/identity/         key and certificate (transport/security)
+    STATE/privacy/RUN.json  what it has spent of its owner's privacy (worker/privacy_ledger.py)
     STATE/runs/RUN/objects/      what it downloaded and will upload
     STATE/runs/RUN/local/VERSION.safetensors   inner optimizer, data position: one file a version
     STATE/runs/RUN/local/VERSION.residual      what codecs lost so far (worker/feedback.py), fp32; of parts of the
@@ -52,6 +53,11 @@ class RunFolder:
         for folder in (root, self._local):
             remove_unfinished(folder)
         remove_files(self._local.glob(_others_unfinished))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a task of the run has left something here."""
+        return any(self._local.iterdir()) or any(self.root.glob("snapshot-*"))
 
     # Pinned states
 

@@ -92,6 +92,8 @@ class Trainer:
         self._replica.feed(batches, is_cut_short)
         if not pinned:
             return self._replica
+        if self._replica.private is not None:
+            self._replica.private.require_ledger(lease.base_version)
         is_whole = self._in_memory == lease.base_version or self._restore(lease.base_version)
         source.seek(self._cursor)
         self._in_memory = None  # until the task ends well, what is in memory is neither v nor v+1
@@ -158,3 +160,5 @@ class Trainer:
         self._cursor = source.cursor
         self._folder.save_version(lease.next_version, tensors, {**scalars, "cursor": self._cursor})
         self._in_memory = lease.next_version
+        if self._replica.private is not None:
+            self._note(self._replica.private.sentence())

@@ -248,7 +248,10 @@ class Witness:
                     f"{name} after round {proposed.round} is off by {(got - wanted).abs().max().item():.2e} from what "
                     "the accepted updates make of the state before"
                 )
-        if abs(expected.loss - proposed.loss) > self.tolerance:
+        if None in (expected.loss, proposed.loss):
+            if expected.loss != proposed.loss:
+                raise Violated(f"the loss of round {proposed.round} is {proposed.loss} and should be {expected.loss}")
+        elif abs(expected.loss - proposed.loss) > self.tolerance:
             raise Violated(f"the loss of round {proposed.round} is {proposed.loss} and should be {expected.loss}")
 
     def _note(self, run: Coordinator, state: State) -> None:

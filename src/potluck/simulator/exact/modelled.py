@@ -8,7 +8,8 @@ from typing import Any
 from potluck.protocol import pb
 from potluck.strategies.task import Result, TaskFunction
 from potluck.worker.resumable import TaskSuspended
-from potluck.worker.runner import Runner, lease_id
+from potluck.worker.runner import Runner
+from potluck.worker.session import lease_id
 from potluck.worker.snapshots import task_name
 
 

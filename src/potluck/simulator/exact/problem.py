@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,9 @@ from potluck.coordinator.deck import Deck
 from potluck.coordinator.plan import CheckpointConfig, Plan, ValidationConfig
 from potluck.data.dealer import Dealer, DealState
 from potluck.data.epoch import epoch_order
+from potluck.data.packing import pack_records
+from potluck.data.prepared import PreparedData
+from potluck.data.readers import ReadReport
 from potluck.data.shards import Shard
 from potluck.fleet.config import FleetConfig
 from potluck.models.adapters import inject
@@ -24,9 +28,10 @@ from potluck.models.build import build, layout_of
 from potluck.models.config import AdapterConfig, BaseFiles, BasePrecision, ModelConfig
 from potluck.models.flat import FlatModel
 from potluck.optim.inner import InnerConfig
+from potluck.storage.digest import digest_bytes
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import Budget, RunSpec
-from potluck.strategies.strategy import HeadStrategy, Strategy, kept_vectors, merges_adapters
+from potluck.strategies.strategy import HeadStrategy, Strategy, kept_vectors, merges_adapters, privacy
 from potluck.types.ids import Digest
 from potluck.types.params import Layout
 
@@ -40,7 +45,8 @@ class Problem:
     """Sequences that follow a rule (next = 3 * token + 1 or 2, mod 32), and a tiny model that can learn it.
 
     With `adapter` only LoRA adapters learn it, on that model as it begins, held in the precision `base`. With `pairs`
-    each is an answer to its first tokens beside one that does not follow the rule.
+    each is an answer to its first tokens beside one that does not follow the rule. With `private` each worker has
+    records of its own (`own_records`), and holds out none.
     """
 
     family: str = "gpt2"
@@ -60,6 +66,7 @@ class Problem:
     adapter: AdapterConfig | None = None
     base: BasePrecision = "fp32"
     pairs: bool = False
+    private: bool = False
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -168,6 +175,10 @@ class Problem:
 
         return initial_adapters(layout, seed=self.seed)
 
+    def _data_options(self) -> dict[str, Any]:
+        format = "preference" if self.pairs else "instruct" if self.private else "auto"
+        return {"format": format}
+
     def _write_base(self, objects: ObjectStore) -> BaseFiles | None:
         if self.adapter is None:
             return None
@@ -188,6 +199,8 @@ class Problem:
             Shard(name=d, num_sequences=len(s), digest=d) for d, s in zip(self._digests, self.shards, strict=True)
         ]
         held_out: list[Shard] = []
+        if self.private:
+            return Deck([], [], seed=self.seed, shared=False, private=True, owners_hold_out=False)
         if self.validate:
             digest = self._store(objects, self.validation)
             held_out = [Shard(name=digest, num_sequences=len(self.validation), digest=digest)]
@@ -202,6 +215,19 @@ class Problem:
         write_tensors(path, {"tokens": tokens})
         return objects.adopt(path)
 
+    def own_records(self, number: int, folder: Path) -> PreparedData:
+        """Those of the worker of that number: a shard of the sequences."""
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = self.shards[number]
+        packed = pack_records(rows.numpy(), np.arange(len(rows)), folder=folder)
+        digest = digest_bytes(rows.numpy().tobytes())
+        return PreparedData(
+            digest=digest, corpus_digest=digest, folder=folder, seq_len=self.seq_len, vocab_size=vocab_size,
+            highest_token=vocab_size - 1, shards=packed, validation=(), num_documents=len(rows),
+            num_validation_documents=0, num_tokens=rows.numel(), num_validation_tokens=0, num_dropped_tokens=0,
+            report=ReadReport(),
+        )  # fmt: skip
+
     def plan(self, strategy: Strategy) -> Plan:
         merges = merges_adapters(strategy)
         model = self.model(merges=merges)
@@ -211,7 +237,8 @@ class Problem:
         spec = RunSpec(
             run_id="contract", name="contract", seed=self.seed, strategy=type(strategy).__name__,
             model_config_json=self.config_json(), layout=layout.to_json(), seq_len=self.seq_len, inner=self.inner,
-            data_access="shared", data_options={"format": "preference"} if self.pairs else {},
+            data_access="private" if self.private else "shared", data_options=self._data_options(),
+            privacy=privacy(strategy),
             heartbeat_s=self.fleet.heartbeat_s, adapter=self.adapter, base=base,
             merges_adapters=merges,
             snapshot_every_steps=self.fleet.snapshot_every_steps,

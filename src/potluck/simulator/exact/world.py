@@ -269,7 +269,8 @@ class World:
         async def equipped(spec: RunSpec, link: Link) -> Runner:
             return await equip(
                 spec, link, folder=life.folder, device="cpu", clock=clock, compute=self._executor(life),
-                files=self._executor(life), note=agent.note, max_memory_bytes=host.max_memory_bytes,
+                files=self._executor(life), note=agent.note, told=host.notes.append,
+                max_memory_bytes=host.max_memory_bytes,
                 make=partial(ModelledRunner, cost_s=host.cost_s, passed=host.passed),
                 data=host.data, base_share_dir=self._base_share_dir,
             )  # fmt: skip

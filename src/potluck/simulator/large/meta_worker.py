@@ -90,6 +90,10 @@ class CountingReplica:
     def is_cut_short(self) -> bool:
         return False
 
+    @property
+    def epsilon(self) -> float | None:
+        return None if self._spec.privacy is None else 0.0
+
     def batches(self) -> Iterator[Tensor]:
         size = self._spec.inner.batch_size
         for start in range(0, self._num_sequences, size):
