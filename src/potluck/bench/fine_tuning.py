@@ -191,7 +191,7 @@ def bench_fine_tuning(
     """
     records = Records(Path(record) if record else None)
     names, began = _chosen(only), time.monotonic()
-    setting = Setting(model=_model(model, told), num_rounds=rounds, num_inner_steps=inner_steps)
+    setting = Setting(model=smol_model(model, told), num_rounds=rounds, num_inner_steps=inner_steps)
     found: dict[str, list[Trained]] = {name: [] for name in names}
     rates = {name: _rates(lrs) or methods[name].lrs for name in names}
     place = scratch_place(needed_bytes)
@@ -232,7 +232,8 @@ def _rates(given: str) -> tuple[float, ...]:
         raise PotluckError(f"--lrs is {given!r} and not rates between semicolons; give some, as 1e-3;2e-3") from error
 
 
-def _model(given: str, told: Callable[[str], None]) -> Path:
+def smol_model(given: str, told: Callable[[str], None]) -> Path:
+    """The model directory that is given, or that of SmolLM2, which is made the first time."""
     if given:
         return Path(given).absolute()
     target = cache_folder() / "models" / "smollm2-135m-instruct"

@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,9 +96,9 @@ class RealRun:
 
     def join(
         self, name: str, *, up: Way | None = None, down: Way | None = None,
-        environment: Mapping[str, str] = no_environment,
+        environment: Mapping[str, str] = no_environment, data: Sequence[Path] = (),
     ) -> None:  # fmt: skip
-        """Start a worker, or start it again with what it left. Its wire is made the first time."""
+        """Start a worker, or start it again with what it left. Its wire is made the first time. `data` is its own."""
         line, state = self.folder / f"{name}.line", self.folder / name
         if name not in self.wires:
             host = f"127.0.0.{2 + len(self.wires)}"
@@ -110,7 +110,7 @@ class RealRun:
             state.mkdir(exist_ok=True)
             (state / "speeds.json").write_bytes(self.speeds)
         command = ["join", str(line), "--state", str(state), "--name", name, "--threads", "1"]
-        command += ["--allow-strategy", paced.__file__]
+        command += ["--allow-strategy", paced.__file__, *(part for path in data for part in ("--data", str(path)))]
         self.workers[name] = self._begin(command, name, self.folder / f"{name}.log", **environment)
 
     def join_all(
