@@ -165,7 +165,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (texts / f"{number}.txt").write_text("".join(f"def f{i}(x):\n    return x + {number}\n" for i in range(150)))
     done = potluck("run", "stdlib-gpt", *[w for s in small for w in ("--set", s)], cwd=folder, timeout_s=100)
     assert done.returncode == 0, done.stderr[-3000:]
-    shutil.copytree(folder / "runs" / "stdlib-gpt", folder / "runs" / "llama-small")
+    for name in ("llama-small", "private-adapters"):
+        shutil.copytree(folder / "runs" / "stdlib-gpt", folder / "runs" / name)
+    shutil.copytree(folder / "runs" / "stdlib-gpt" / "model", folder / "merged-model")
     shutil.copytree(folder / "runs" / "stdlib-gpt" / "operator", folder / "operator" / "identity")
     (folder / "averaging.py").write_text(code_block("docs/own_method.md", "python"))
     return folder

@@ -22,7 +22,11 @@ class ModelledRunner(Runner):
     """
 
     def __init__(
-        self, *, cost_s: Callable[[pb.Lease], float], passed: Callable[[float, float], None], **how: Any
+        self,
+        *,
+        cost_s: Callable[[pb.Lease], float],
+        passed: Callable[[float, float], None] = lambda _began, _ended: None,
+        **how: Any,
     ) -> None:
         super().__init__(**how)
         self._cost_s, self._passed = cost_s, passed
