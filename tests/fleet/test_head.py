@@ -26,7 +26,15 @@ def test_a_validation_ends_at_its_next_batch() -> None:
     def work(ask: Ask) -> None:
         data = (torch.tensor([i]) for i in itertools.count())
         desk = HeadDesk(
-            ask=ask, spreader=unused, scope="", params=unused, clock=SystemClock(), data=data, secret=lambda: ""
+            ask=ask,
+            spreader=unused,
+            scope="",
+            params=unused,
+            objects=unused,
+            layout=unused,
+            clock=SystemClock(),
+            data=data,
+            secret=lambda: "",
         )
         seen.extend(int(batch) for batch in desk.batches())
 
