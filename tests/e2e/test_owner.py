@@ -130,11 +130,13 @@ def test_a_run_that_a_policy_does_not_allow_is_refused_before_anything_is_traine
     for name, table in keys.items():
         lines += [f"[{name}]", *(f"{k} = {v}" for k, v in table.items())] if isinstance(table, dict) else []
     policy.write_text("\n".join(lines))
+    num_declined = sum(event["kind"] == "declined" for event in events(here.run))
     before, name = len(events(here.run)), f"zoe-{next(iter(keys)).replace('_', '-')}"
     with_speeds(here.folder / name)
     ended = join(inside, here, name, "--name", name, "--policy", policy, "--data", "text")
     assert ended.code == 8, ended.stderr
     assert says in ended.sentence() and SECRET not in ended.stderr
+    wait_for(here.run, "declined", count=num_declined + 1)
     told = [e for e in events(here.run)[before:] if e["kind"] != "waiting"]
     assert [(e["kind"], e["worker"]) for e in told] == [("joined", name), ("declined", name)]
     assert says in told[1]["reason"]

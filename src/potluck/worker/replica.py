@@ -419,7 +419,8 @@ class TorchReplica:
             return None
         shape = [2, self._seq_len + 1] if self._takes_pairs else [self._seq_len + 1]
         if list(batch.shape[1:]) != shape or not len(batch):
-            raise DataError(f"a batch is {list(batch.shape)} and must be {['any', *shape]}; check the data")
+            wanted = ", ".join(map(str, ["any", *shape]))
+            raise DataError(f"a batch is {list(batch.shape)} and must be [{wanted}]; check the data")
         if len(batch) > limit:
             batch, self._left_over = batch[:limit], batch[limit:]
         return batch

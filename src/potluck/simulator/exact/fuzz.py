@@ -370,7 +370,9 @@ class _Play:
         alone = SubGEMM(SubGEMMConfig()) if case.strategy == "sub_gemm" else None
         self.witness = Witness(problem.num_shards * problem.sequences_per_shard, problem.seq_len, alone=alone)
         plan = problem.plan(strategy)
-        plan = replace(plan, open_objects=[*plan.open_objects, *self.witness.kept])
+        self.witness.always_kept = frozenset(plan.open_objects)
+        self.witness.kept |= self.witness.always_kept
+        plan = replace(plan, open_objects=self.witness.kept)
         base = problem.base_files(ObjectStore(folder / "reference-base"))
         reference = Reference(plan.spec, folder / "reference", base=base)
         self.witness.redo = partial(self._redo, reference)

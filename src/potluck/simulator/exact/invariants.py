@@ -68,7 +68,8 @@ class Witness:
         self.counted: list[dict[str, Counted]] = []  # by round: what counted, and the data it was made of
         self.num_cut_short = 0  # tasks that ended before all they were granted was trained
         self.num_commits = 0
-        self.kept: set[Digest] = set()  # that work beyond rounds was given, and `redo` will need
+        self.kept: set[Digest] = set()  # that work beyond rounds was given, and `redo` will need; and `always_kept`
+        self.always_kept: frozenset[Digest] = frozenset()
         self._most_workers = 0  # that were ever here at once
         self._versions: dict[str, str] = {}  # the state that each worker should hold
         self._given_up: list[tuple[Coordinator, float, int, int, str]] = []  # run, when, round, attempt, worker
@@ -153,6 +154,7 @@ class Witness:
         for name, reason in run.fleet.ahead.work.orphans().items():
             raise Violated(f"{name} still counts and follows work which was lost: {reason}")
         self.kept.clear()
+        self.kept |= self.always_kept
         self.kept.update(Digest(d) for lease in _beyond_rounds(run) for d in lease.objects)
 
     # One commit
