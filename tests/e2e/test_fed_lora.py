@@ -90,7 +90,7 @@ def test_owners_train_together_and_one_dies(
     assert changed == (set() if rule == "fed_sa" else {n for n in before if "q_proj" in n or "v_proj" in n})
 
 
-def test_memory_decides_the_rank(host: Callable[[], Run], model_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_with_lower_ranks_leaves_plain_adapters(host: Callable[[], Run], model_dir: Path, tmp_path: Path) -> None:  # noqa: F811
     recipe_of(tmp_path, model_dir, "flex_lora", adapter=", lower_ranks = [1]")
     run = host()
     for seed, name in enumerate(("anna", "bert")):

@@ -53,3 +53,17 @@ def test_a_part_of_a_vector_is_read_across_its_ranges() -> None:
     assert part.numel == 5
     assert part.tensor().tolist() == [8.0, 9.0, 0.0, 1.0, 2.0]
     assert part.read(1, 4).tolist() == [9.0, 0.0, 1.0]
+
+
+def test_vectors_of_parts_are_one_vector_again() -> None:
+    whole = torch.arange(10.0)
+    ranges = [layout.ranges(part) for part in ((0, 2), (1,))]
+    parts = [(each, Vector.of(whole).part(each)) for each in ranges]
+    joined = Vector.joined(10, parts)
+    wanted = torch.cat([whole[:6], torch.zeros(4)])  # nobody has d
+    for size in (1, 3, 10):
+        pieces = [joined.read(start, min(start + size, 10)) for start in range(0, 10, size)]
+        assert torch.equal(torch.cat(pieces), wanted)
+    later = Vector.joined(10, [*parts, (((1, 4),), Vector.of(torch.full((3,), 9.0)))])
+    assert later.tensor().tolist() == [0, 9, 9, 9, 4, 5, 0, 0, 0, 0]
+    assert not Vector.joined(3, []).tensor().any()

@@ -11,6 +11,8 @@ from potluck.types.ids import WorkerId
 
 _shared, _personal = "validation_loss/", "personal_loss/"
 """Before the worker's id, in the names of metrics."""
+max_told = 8
+"""Owners that a line for people names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,3 @@ def sentence(said: Mapping[WorkerId, OwnersLoss]) -> str:
             told.append(f"{worker} {each.shared:.4f}{own}")
     more = f" and {len(told) - max_told} more" if len(told) > max_told else ""
     return ", ".join(told[:max_told]) + more
-
-
-max_told = 8

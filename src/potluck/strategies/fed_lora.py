@@ -336,7 +336,7 @@ class FedLoRA:
                     theta=given["theta"], parts=given["parts"], rank=rank, trains=sends, num_steps=steps,
                     progress=shares.progress, mean_steps=shares.mean_steps,
                 ).gives(sends)  # fmt: skip
-            if self.config.press and rank > adapter.ranks[0]:
+            if self._presses(rank, adapter):
                 last = [(layer.a[layer.blocks(rank) - 1], layer.b[layer.blocks(rank) - 1]) for layer in places]
                 given.pop("keeps")
                 return pressed.bind(
@@ -362,7 +362,10 @@ class FedLoRA:
             sent = [(reply, ranks[reply.worker]) for reply in got.replies]
             join = partial(self._joined, run=run, num=num, params=state.params, starts=starts, sent=sent)
             state = replace(state, params=(await fleet.head(join, key="join")).handles["params"])
-            shrunk = [reply.worker for reply in got.replies if reply.scalars.get("has_shrunk")]
+            shrunk = [
+                reply.worker for reply in got.replies
+                if self._presses(ranks[reply.worker], adapter) and reply.scalars["has_shrunk"]
+            ]  # fmt: skip
             lower = {worker: adapter.ranks[adapter.ranks.index(ranks[worker]) - 1] for worker in shrunk}
             state = replace(state, pruned={**state.pruned, **lower})
         num_tokens = int(got.sum("num_tokens"))
@@ -370,6 +373,10 @@ class FedLoRA:
             fleet.report(_epsilons(got))
         loss = None if is_private else got.sum("loss_sum") / num_tokens
         return replace(state, round=num, tokens=state.tokens + num_tokens, loss=loss)
+
+    def _presses(self, rank: int, adapter: AdapterConfig) -> bool:
+        """Whether a worker of that rank has components to press down."""
+        return self.config.press > 0 and rank > adapter.ranks[0]
 
     async def _moved(
         self, state: FedLoRAState, fleet: Fleet, mean: Params, part: Sequence[int], *, scale: float
