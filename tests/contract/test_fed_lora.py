@@ -17,6 +17,7 @@ from potluck.models.config import AdapterConfig
 from potluck.optim.inner import InnerConfig
 from potluck.simulator.exact.problem import Problem
 from potluck.strategies.fed_lora import FedLoRA, FedLoRAConfig, FedLoRAState, RuleName, new_factors_seed, rules
+from potluck.worker import agent
 from potluck.worker.need import memory_of_rank
 
 plain = AdapterConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj"))
@@ -81,6 +82,11 @@ def test_two_workers_equal_plain_peft_and_dense_matrices(rule: str) -> None:
 def test_unequal_ranks_equal_plain_peft_and_dense_matrices(rule: str) -> None:
     check_equal(problem_of(adapter=unequal), rule, [1, 4, 2])
     check_equal(problem_of(adapter=unequal), rule, [1, 2])
+
+
+def test_a_worker_tells_its_rank_also_where_nothing_is_known_of_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "differ", lambda *_: False)
+    check_equal(problem_of(adapter=unequal), "flex_lora", [4, 2])
 
 
 def test_components_that_are_pressed_down_are_dropped() -> None:

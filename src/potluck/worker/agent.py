@@ -269,13 +269,13 @@ class Agent:
     async def _write_reports(self, control: Channel) -> None:
         runner = self.runner_ready()
         assert self.spec is not None
-        sequence, told, offset_s = 0, LinkRates(), self._clock.time() - self._clock.now()
+        sequence, told, told_rank, offset_s = 0, LinkRates(), 0, self._clock.time() - self._clock.now()
         while True:
             sequence += 1
             runner.changed.clear()
-            rates = self.link.meter.rates
-            is_news = differ(rates, told)
-            told = rates if is_news else told
+            rates, rank = self.link.meter.rates, runner.trainer.adapter_rank
+            is_news = differ(rates, told) or rank != told_rank
+            told, told_rank = (rates, rank) if is_news else (told, told_rank)
             withdraws = runner.withdraws
             report = pb.Report(
                 sequence=sequence,
