@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from potluck.models.attention import implementation as fp32_attention
 from potluck.models.build import build, layout_of
 from potluck.models.flat import FlatModel
 from potluck.optim.inner import InnerConfig, learning_rate
@@ -152,6 +153,9 @@ def test_bf16_mixed_trains_close_to_fp32_with_fp32_state() -> None:
     losses: dict[str, list[float]] = {}
     for precision in ("fp32", "bf16-mixed"):
         replica = replica_of(spec_of(llama(), precision=precision), hardware=Machine(bf16=True, free=1 << 32))
+        module: Any = replica.module
+        attention = module.config._attn_implementation
+        assert attention == (fp32_attention if precision == "bf16-mixed" else "sdpa")
         assert replica.precision.name == precision
         replica.feed(some_batches(1) * 30)
         losses[precision] = train(replica, 30, of=60)

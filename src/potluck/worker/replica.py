@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from potluck.lora.places import B_MARK
+from potluck.models.attention import widen_attention
 from potluck.models.build import checkpoint_activations, skeleton
 from potluck.models.device import Hardware, choose_precision, this_machine
 from potluck.models.family import has_dropout
@@ -85,6 +86,8 @@ class TorchReplica:
         if spec.inner.checkpoint_activations:
             checkpoint_activations(self._flat.module)
         autocast = None if is_bf16 else self.precision.autocast
+        if self.device.type == "cpu" and (is_bf16 or autocast is not None):
+            widen_attention(self._flat.module)
         head, marked = _head_products(spec, autocast), spec.rows_per_record > 0
         self._loss = TokenLoss(
             self._flat.module, vocab_size=vocab_size, autocast=autocast, marked=marked, head=head
