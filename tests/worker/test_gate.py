@@ -138,16 +138,16 @@ def test_tasks_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
     with opened(tmp_path, Policy(strategies=("fed_avg",), min_examples=40)) as place:
         place.run()
         gate = place.gate
-        gate.admit_lease(LEASE, Own())
-        gate.admit_lease(pb.Lease(task="evaluation.loss", held_out=True), Own())
+        gate.admit_lease(LEASE, 40)
+        gate.admit_lease(pb.Lease(task="evaluation.loss", held_out=True), 0)
         gate.admit_lease(LEASE, None)  # data that the coordinator dealt
         with pytest.raises(OwnerRefused, match="than the 40 of its"):
-            gate.admit_lease(pb.Lease(task="fed_avg.inner", num_sequences=39), Own())
+            gate.admit_lease(pb.Lease(task="fed_avg.inner", num_sequences=39), 39)
         with pytest.raises(OwnerRefused, match="than the 40 of its"):
-            gate.admit_lease(LEASE, Own(39))  # forty readings of thirty-nine
+            gate.admit_lease(LEASE, 39)  # forty readings of thirty-nine
         assert gate.refusal is None
         with pytest.raises(OwnerRefused, match=r"'diloco\.inner' is no task of the strategy that the owner allows"):
-            gate.admit_lease(pb.Lease(task="diloco.inner", num_sequences=64), Own())
+            gate.admit_lease(pb.Lease(task="diloco.inner", num_sequences=64), 64)
         assert gate.refusal is not None
         gate.admit_data(Own(40))
         gate.admit_data(None)
@@ -162,7 +162,7 @@ def test_updates_of_a_run_are_counted_over_restarts(tmp_path: Path) -> None:
     with opened(tmp_path, policy) as place:
         place.run(place.let_out)
         with pytest.raises(OwnerRefused, match="3 updates of this run have left, as many as"):
-            place.gate.admit_lease(LEASE, Own())
+            place.gate.admit_lease(LEASE, 40)
         with pytest.raises(OwnerRefused):
             place.run(place.let_out)
         assert place.gate.refusal is not None
@@ -323,7 +323,7 @@ def test_without_policy_and_receipts_all_passes(tmp_path: Path) -> None:
     async def main() -> None:
         await gate.admit(RUN)
         await gate.introduce("anna")
-        gate.admit_lease(pb.Lease(task="anything"), Own(0))
+        gate.admit_lease(pb.Lease(task="anything"), 0)
         await gate.let_out(LEASE, pb.TaskResult(), UPDATE, ObjectStore(tmp_path), lambda: 1 / 0)  # pyright: ignore
         await gate.pass_report(sent)
         await gate.close()

@@ -112,16 +112,19 @@ class Gate:
                 f"{self.policy.min_examples:,}, so no update could leave; give more --data, or lower it"
             )
 
-    def admit_lease(self, lease: pb.Lease, own: OwnData | None) -> None:
-        """OwnerRefused for a task that is not the run's strategy's, or whose result could not leave."""
+    def admit_lease(self, lease: pb.Lease, most_examples: int | None) -> None:
+        """OwnerRefused for a task that is not the run's strategy's, or whose result could not leave.
+
+        It will stand on so many of the owner's sequences at most, None for others' text.
+        """
         if self._is_open:
             return
         if self.policy.strategies is not None and lease.task not in self._tasks:
             self._refuse(OwnerRefused(f"{lease.task[:100]!r} is no task of the strategy that the owner allows"))
         if lease.num_sequences and not lease.held_out:
             self._check_number()
-            if own is not None:
-                self.policy.check_examples(min(lease.num_sequences, own.num_sequences))
+            if most_examples is not None:
+                self.policy.check_examples(most_examples)
 
     @property
     def lets_pieces(self) -> bool:

@@ -300,7 +300,7 @@ class Runner:
             raise Refused(
                 f"this worker has no task named {lease.task[:100]!r}; install the version the coordinator runs"
             )
-        self._gate.admit_lease(lease, self.sources.own)
+        self._gate.admit_lease(lease, self.sources.most_examples(lease))
         self._recent.append(tuple(check_digest(d) for d in (*lease.objects, *lease.keeps)))
         for digest in [check_digest(d) for d in lease.objects]:
             await self._fetch(digest, lease.deltas)
