@@ -251,6 +251,11 @@ def _check_privacy(recipe: Recipe) -> None:
             f"strategy.privacy lets no loss leave a worker and data.validation holds out {data.validation} of its text "
             "for losses; set data.validation = 0"
         )
+    if data.max_bytes:
+        raise RecipeError(
+            f"strategy.privacy is of single records and data.max_bytes stops reading after {data.max_bytes:,} bytes, "
+            "so that the length of each decides which others are in; set data.max_bytes = 0"
+        )
 
 
 def _made(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Path, tell: Tell) -> Frozen:

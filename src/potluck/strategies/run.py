@@ -74,6 +74,11 @@ class RunSpec(BaseModel):
                 f"{self.data_access} data of {self.rows_per_record} rows a record"
                 f"{'' if self.adapter else ' and trains all weights'}"
             )
+        if self.privacy is not None and self.data_options.get("max_bytes", 0) != 0:
+            raise ValueError(
+                "`privacy` is of single records and this run stops reading after so many bytes of them, so that each "
+                "decides which others are in"
+            )
         return self
 
 
