@@ -390,6 +390,8 @@ class Runner:
             await self._gate.let_out(lease, answer, result, self.folder.objects, self._num_examples)
         except PotluckError:
             self._encoded.discard(Digest(answer.object))
+            if lease.next_version:  # else it would leave with the result of a task that goes on from there
+                await self._compute.run(self.trainer.forget, lease.next_version)
             raise
 
     def _num_examples(self) -> int | None:
