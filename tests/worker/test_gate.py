@@ -158,7 +158,10 @@ def test_tasks_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
 def test_updates_of_a_run_are_counted_over_restarts(tmp_path: Path) -> None:
     policy = Policy(max_updates=3)
     with opened(tmp_path, policy) as place:
-        place.run(place.let_out, lambda: place.let_out(LOSS, pb.Lease(held_out=True)), place.let_out)
+        second = pb.Lease(key="second", task="fed_avg.inner", num_sequences=40)
+        place.run(
+            place.let_out, lambda: place.let_out(LOSS, pb.Lease(held_out=True)), lambda: place.let_out(lease=second)
+        )
     with opened(tmp_path, policy) as place:
         place.run(place.let_out)
         with pytest.raises(OwnerRefused, match="3 updates of this run have left, as many as"):
@@ -170,6 +173,18 @@ def test_updates_of_a_run_are_counted_over_restarts(tmp_path: Path) -> None:
         place.run()
     with opened(tmp_path, policy, RUN.model_copy(update={"run_id": "another"})) as place:
         place.run(place.let_out)
+
+
+def test_what_is_let_out_twice_because_the_link_broke_counts_once(tmp_path: Path) -> None:
+    """An emission of a session is made ready again on the next link. Other bytes under its name are another update."""
+    with opened(tmp_path, Policy(max_updates=2)) as place:
+        place.run(place.let_out, place.let_out)
+        assert [r.num_examples for r in place.listed] == [40]
+        other = Result({**UPDATE.scalars, "loss_sum": 2.6}, UPDATE.tensors)
+        place.run(lambda: place.let_out(other), lambda: place.let_out(other))
+        assert len(place.listed) == 2
+        with pytest.raises(OwnerRefused, match="2 updates of this run have left, as many as"):
+            place.run(place.let_out)
 
 
 def test_a_run_that_is_not_allowed_is_refused_with_every_reason(tmp_path: Path) -> None:

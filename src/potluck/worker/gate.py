@@ -70,7 +70,7 @@ class Gate:
         self._spec: RunSpec | None = None
         self._tasks: frozenset[str] = frozenset()
         self._num_updates = 0
-        self._let_out: dict[LeaseId, None] = {}  # the last is last
+        self._let_out: dict[LeaseId, bytes] = {}  # as they were; the last is last
         self._listed_failures: set[LeaseId] = set()
         self._listed_profile: dict[str, Any] = {}  # as it was told so far
         self._listed_files: dict[str, str] = {}
@@ -139,8 +139,13 @@ class Gate:
     ) -> None:  # fmt: skip
         """List a result of which nothing was sent yet. OwnerRefused if it may not leave, ResourceError if the disk is
         full. `num_examples`: different sequences of the owner's own text that it stands on, None for others' text.
+
+        One that was let out already, and whose link broke before it was sent, is neither listed nor counted again.
         """
         if self._is_open:
+            return
+        sent = answer.SerializeToString()
+        if not result.inline and self._let_out.get(_id(answer)) == sent:
             return
         examples = num_examples()
         is_update = bool(result.tensors) or (examples is not None and not (lease.held_out and _is_only_numbers(result)))
@@ -153,7 +158,7 @@ class Gate:
         self._check(receipt)
         await self._append(receipt, durable=True)
         self._num_updates += is_update
-        self._let_out[_id(answer)] = None
+        self._let_out[_id(answer)] = sent
         for id in list(self._let_out)[:-MAX_LET_OUT]:
             del self._let_out[id]
 
@@ -192,7 +197,7 @@ class Gate:
             for id, answer in list(results.items()):
                 if not answer.error and not self._still_allows(found.get(id)):
                     del results[id]
-        self._let_out |= dict.fromkeys(id for results in kept for id in results)
+        self._let_out |= {id: result.SerializeToString() for results in kept for id, result in results.items()}
 
     def _still_allows(self, receipt: Receipt | None) -> bool:
         if receipt is None or receipt.kind != "result":
