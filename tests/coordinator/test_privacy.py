@@ -39,7 +39,7 @@ def recipe_of(folder: Path, *overrides: str, model: str = MODEL + ADAPTER, data:
 def test_workers_are_told_the_guarantee(tmp_path: Path) -> None:
     spec = sketch(recipe_of(tmp_path)).spec
     told = RunSpec.model_validate_json(spec.model_dump_json())
-    assert told.privacy is not None
+    assert told.privacy is not None and told.tasks == ("fed_lora.private_inner",)
     assert told.privacy.model_dump() == {"max_epsilon": 8.0, "delta": 1e-5, "noise_multiplier": 1.0, "clip": 1.0}
     assert sketch(load_recipe(tmp_path / "tiny.toml", ["strategy.rule=ffa", "strategy.privacy.clip=0.1"])).spec.privacy
 

@@ -146,7 +146,7 @@ def test_tasks_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
         with pytest.raises(OwnerRefused, match="than the 40 of its"):
             gate.admit_lease(LEASE, 39)  # forty readings of thirty-nine
         assert gate.refusal is None
-        with pytest.raises(OwnerRefused, match=r"'diloco\.inner' is no task of the strategy that the owner allows"):
+        with pytest.raises(OwnerRefused, match=r"'diloco\.inner' is no task of what the owner was asked for"):
             gate.admit_lease(pb.Lease(task="diloco.inner", num_sequences=64), 64)
         assert gate.refusal is not None
         gate.admit_data(Own(40))
@@ -192,6 +192,28 @@ def test_a_run_that_is_not_allowed_is_refused_with_every_reason(tmp_path: Path) 
         with pytest.raises(OwnerRefused, match=r"strategy is fed_avg.*; num_tokens, loss_sum, .* does not take part"):
             place.run()
         assert place.listed == []
+
+
+def test_an_owner_is_asked_for_the_tasks_that_a_run_gives_and_no_other_is_done(tmp_path: Path) -> None:
+    def objections(policy: Policy, *tasks: str) -> list[str]:
+        spec = RUN.model_copy(update={"strategy": "fed_lora", "tasks": tasks or None})
+        with opened(tmp_path, policy, spec) as place:
+            return run_virtual(place.gate.objections(spec))
+
+    usual = Policy(fields=ALL)
+    private = Policy(fields=("num_tokens", "num_steps", "epsilon", "delta"))
+    assert objections(usual, "fed_lora.inner", "fed_lora.loss") == [] == objections(private, "fed_lora.private_inner")
+    assert objections(private, "fed_lora.inner") == ["loss_sum would leave and is not among the policy's fields"]
+    (why,) = objections(usual)  # it does not say
+    assert "has_shrunk" in why and "epsilon" in why and "personal_loss_sum" in why
+    assert objections(usual, "diloco.inner") == [], "of another strategy, so that it gives none"
+    spec = RUN.model_copy(update={"strategy": "fed_lora", "tasks": ("fed_lora.private_inner", "diloco.inner")})
+    with opened(tmp_path, private, spec) as place:
+        place.run()
+        place.gate.admit_lease(pb.Lease(task="fed_lora.private_inner", num_sequences=4), 4)
+        for name in ("fed_lora.inner", "evaluation.loss", "diloco.inner"):
+            with pytest.raises(OwnerRefused, match=f"{name}' is no task of what the owner was asked for"):
+                place.gate.admit_lease(pb.Lease(task=name, num_sequences=4), 4)
 
 
 # Reports

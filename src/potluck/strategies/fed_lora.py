@@ -59,7 +59,7 @@ from potluck.strategies.replica import Loss, Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
-from potluck.strategies.task import BoundTask, Result, task
+from potluck.strategies.task import BoundTask, Result, TaskFunction, task
 from potluck.types.errors import InvalidUpdate, RecipeError, Refused, UnusableUpdates
 from potluck.types.ids import WorkerId
 from potluck.types.params import Layout, Params, Part
@@ -272,6 +272,14 @@ class FedLoRA:
     @property
     def privacy(self) -> PrivacyConfig | None:
         return self.config.privacy
+
+    @property
+    def tasks(self) -> tuple[TaskFunction, ...]:
+        """Owners are asked for what these send and for no more."""
+        if self.privacy is not None:
+            return (private_inner,)
+        pressing = (pressed,) if self.config.press else ()
+        return (inner, *pressing, held_out_losses if self.config.personal else held_out_loss)
 
     @property
     def kept_vectors(self) -> float:

@@ -38,6 +38,7 @@ class RunSpec(BaseModel):
     seed: int
     strategy: str
     strategy_digest: str = ""  # of the user's own file, "" for a shipped strategy
+    tasks: tuple[str, ...] | None = Field(default=None, max_length=256)  # that it gives; None for all it has
     model_config_json: dict[str, Any]  # a transformers configuration
     layout: list[Any]
     seq_len: int = Field(ge=1, le=1 << 24)

@@ -100,9 +100,12 @@ class Gate:
         return totals[run_id].num_updates if run_id in totals else 0
 
     def tasks_of(self, spec: RunSpec) -> tuple[TaskFunction, ...]:
+        """What the run may give: those of its strategy, or of these the ones that it says it does."""
         if spec.strategy_digest:
-            return tasks_in(*(module for digest, module in self._modules.items() if digest == spec.strategy_digest))
-        return tasks_of(strategy_type(spec.strategy)) if spec.strategy in shipped else tasks_in()
+            found = tasks_in(*(module for digest, module in self._modules.items() if digest == spec.strategy_digest))
+        else:
+            found = tasks_of(strategy_type(spec.strategy)) if spec.strategy in shipped else tasks_in()
+        return found if spec.tasks is None else tuple(task for task in found if task.name in spec.tasks)
 
     def admit_data(self, own: OwnData | None) -> None:
         """OwnerRefused where the owner's text is so little that no update could ever leave."""
@@ -119,8 +122,9 @@ class Gate:
         """
         if self._is_open:
             return
-        if self.policy.strategies is not None and lease.task not in self._tasks:
-            self._refuse(OwnerRefused(f"{lease.task[:100]!r} is no task of the strategy that the owner allows"))
+        asked = self.policy.strategies is not None or self.policy.fields is not None
+        if asked and lease.task not in self._tasks:
+            self._refuse(OwnerRefused(f"{lease.task[:100]!r} is no task of what the owner was asked for"))
         if lease.num_sequences and not lease.held_out:
             self._check_number()
             if most_examples is not None:
