@@ -59,7 +59,7 @@ def test_settings_without_meaning_are_refused(key: str, value: str, tmp_path: Pa
         (["strategy.rule=fed_sa"], r'the rule is "fed_sa"'),
         (["data.validation=0.1"], r"holds out 0\.1 of its text for losses; set data\.validation = 0"),
         (["data.max_bytes=100000"], r"stops reading after 100,000 bytes, .* set data\.max_bytes = 0"),
-        (["data.format=preference", "strategy.name=fed_dpo"], r"private data of format 'preference'"),
+        (["data.format=preference", "strategy.name=fed_dpo"], r"`privacy` is of single .* or use fed_lora"),
         (["data.format=auto"], r"the run has private data of format 'auto'; set data\.private"),
         (["data.shared=python-stdlib"], r"the run has shared data of format 'instruct'"),
         (["strategy.personal=true"], r"strategy\.personal is told by losses .*, which strategy\.privacy withholds"),

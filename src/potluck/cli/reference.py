@@ -77,7 +77,7 @@ This one comes with the package, as `potluck/worker/policy.toml`:
 POLICY_TAIL = """
 A run that the policy does not allow is refused before anything is fetched or trained: the worker says why, leaves, and
 ends with exit code 8. The coordinator hears the same sentence, or with `notes = false` none. What a strategy's results
-hold is known beforehand from what its tasks declare (`@task`, [own method](own_method.md)), of those that the run says it
+hold is known beforehand from what its tasks declare (`@task`, [own method](own_method.md)), those that the run says it
 gives. A task that it did not name is not done, a result that holds something else is not sent, and the worker leaves.
 An update on too few examples costs that task only; nothing of it goes into a later one.
 
