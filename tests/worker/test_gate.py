@@ -254,6 +254,21 @@ def test_sentences_stay_where_the_owner_wants_them_to(tmp_path: Path) -> None:
         assert [r.text for r in place.listed if r.kind == "note"] == ["3 records skipped", "another"]
 
 
+def test_where_the_machine_keeps_its_files_does_not_leave_with_a_sentence(tmp_path: Path) -> None:
+    with opened(tmp_path) as place:
+        gate = place.gate = Gate(
+            clock=place.clock, files=InlineExecutor(), receipts=place.gate._receipts,  # pyright: ignore[reportPrivateUsage]
+            hidden={Path("/home/anna"): "~", Path("/home/anna/state"): "STATE"},
+        )  # fmt: skip
+        failed = pb.TaskResult(key="k", error="/home/anna/state/runs/r/x.bundle cannot be read; see /home/anna/notes")
+        sent = report(note="/home/anna/state/runs is full", results=[failed])
+        declining = pb.WelcomeRequest(declines="not for /home/anna/state")
+        place.run(lambda: gate.pass_report(sent), lambda: gate.pass_welcome(declining))
+        assert sent.results[0].error == "STATE/runs/r/x.bundle cannot be read; see ~/notes"
+        assert (sent.note, declining.declines) == ("STATE/runs is full", "not for STATE")
+        assert not [r for r in place.listed if "anna" in r.text]
+
+
 def test_of_the_machine_only_what_may_leaves(tmp_path: Path) -> None:
     profile = DeviceProfile(device="cpu", host_name="darkstar", free_memory_bytes=5)
     with opened(tmp_path, Policy(profile=("device", "link"))) as place:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from potluck.clock import Clock, Executor
@@ -55,18 +56,21 @@ class _Counted:
 class Gate:
     """Of one worker; open where there is neither policy nor receipts.
 
-    `modules`: what the strategy files that its owner allows define, by their digests.
+    `modules`: what the strategy files that its owner allows define, by their digests. `hidden`: folders here, and what
+    sentences that leave call them.
     """
 
     def __init__(
         self, *, clock: Clock | None = None, files: Executor | None = None, policy: Policy | None = None,
         receipts: ReceiptLog | None = None, modules: Mapping[str, Any] | None = None,
+        hidden: Mapping[Path, str] | None = None,
     ) -> None:  # fmt: skip
         self.policy = policy or Policy()
         self.refusal: OwnerRefused | None = None  # why the worker is to leave
         self._clock, self._files, self._receipts = clock, files, receipts
         self._is_open = policy is None and receipts is None
         self._modules = modules or {}
+        self._hidden = sorted(((str(path), name) for path, name in (hidden or {}).items()), key=lambda x: -len(x[0]))
         self._spec: RunSpec | None = None
         self._tasks: frozenset[str] = frozenset()
         self._num_updates = 0
@@ -229,7 +233,7 @@ class Gate:
         if self._is_open:
             return
         if request.declines:
-            request.declines = request.declines if self.policy.notes else silent
+            request.declines = self._sentence(request.declines)
             await self._append(self._receipt("note", text=request.declines))
         await self._list_profile(request.profile_json, {each.name: each.digest for each in request.strategies})
 
@@ -238,10 +242,9 @@ class Gate:
         if self._is_open:
             return
         for result in report.results:
-            if result.error and not self.policy.notes:
-                result.error = silent
-        if not self.policy.notes:
-            report.note = ""
+            if result.error:
+                result.error = self._sentence(result.error)
+        report.note = self._sentence(report.note) if self.policy.notes else ""
         held_back = [r for r in report.results if not r.error and _id(r) not in self._let_out]
         for result in held_back:
             report.results.remove(result)
@@ -252,6 +255,14 @@ class Gate:
         if report.profile_json:
             await self._list_profile(report.profile_json, {})
         await self._count("heartbeats", report.ByteSize())
+
+    def _sentence(self, text: str) -> str:
+        """As it may leave: where this machine keeps its files, and so who works there, is in none."""
+        if not self.policy.notes:
+            return silent
+        for path, name in self._hidden:
+            text = text.replace(path, name)
+        return text
 
     async def _list_failures(self, results: Iterable[pb.TaskResult]) -> None:
         failed = {_id(result): result for result in results if result.error}
