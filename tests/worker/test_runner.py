@@ -218,7 +218,9 @@ def test_an_unsent_result_without_its_state_is_worked_out_again(tmp_path: Path) 
 class Strict(Gate):
     """Of an owner who lets no update out but those of zeros."""
 
-    async def let_out(self, lease: pb.Lease, answer: pb.TaskResult, result: Result, *_: Any) -> None:
+    async def let_out(
+        self, lease: pb.Lease, answer: pb.TaskResult, result: Result, objects: Any, num_examples: Any
+    ) -> None:  # fmt: skip
         if result.scalars["number"]:
             raise OwnerRefused("an update would stand on too little")
 
