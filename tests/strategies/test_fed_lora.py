@@ -16,7 +16,8 @@ from potluck.types.errors import Refused
 from potluck.types.vector import Vector
 from potluck.worker.replica import TorchReplica
 
-both: tuple[Factor, ...] = ("a", "b")
+of_a: tuple[Factor, ...] = ("a",)
+of_b: tuple[Factor, ...] = ("b",)
 
 
 def test_what_stays_with_a_workers_owner_is_not_sent_whatever_the_coordinator_asks_for(tmp_path: Path) -> None:
@@ -24,7 +25,7 @@ def test_what_stays_with_a_workers_owner_is_not_sent_whatever_the_coordinator_as
     spec, base = adapted("llama", "fp32", tmp_path, adapter=adapter)
     replica = TorchReplica(spec, base=base)
     layers = list(adapted_layers(replica.layout).values())
-    a, b, whole = (part_of(layers, factors, 2) for factors in (("a",), ("b",), both))
+    a, b, whole = (part_of(layers, factors, 2) for factors in (of_a, of_b, of_a + of_b))
     first = Vector.of(initial_adapters(replica.layout, seed=3))
     replica.feed(some_batches(1))
     with pytest.raises(Refused, match=r"would send \S+lora_B\S+, which stays with its worker's owner"):
