@@ -7,16 +7,18 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from worker.test_policy import ALL, RUN
+from worker.test_policy import ALL, DIGEST, RUN
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.protocol import pb
 from potluck.storage.digest import digest_bytes
 from potluck.storage.objects import ObjectStore
+from potluck.strategies.diloco import DiLoCo
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result
 from potluck.types.errors import OwnerRefused, ResourceError
@@ -214,6 +216,21 @@ def test_an_owner_is_asked_for_the_tasks_that_a_run_gives_and_no_other_is_done(t
         for name in ("fed_lora.inner", "evaluation.loss", "diloco.inner"):
             with pytest.raises(OwnerRefused, match=f"{name}' is no task of what the owner was asked for"):
                 place.gate.admit_lease(pb.Lease(task=name, num_sequences=4), 4)
+
+
+class Mine(DiLoCo):
+    """A method in a file of its own that another one's tasks do the work of."""
+
+
+def test_a_method_of_its_own_gives_the_tasks_of_what_it_is_made_from_too(tmp_path: Path) -> None:
+    with ReceiptLog(tmp_path / "receipts") as log:
+        gate = Gate(
+            clock=VirtualClock(), files=InlineExecutor(), receipts=log, modules={DIGEST: SimpleNamespace(Mine=Mine)}
+        )  # fmt: skip
+        spec = RUN.model_copy(update={"strategy": "mine.py:Mine", "strategy_digest": DIGEST})
+        assert "diloco.inner" in [task.name for task in gate.tasks_of(spec)]
+        for others in ({"strategy": "mine.py:Yours"}, {"strategy_digest": DIGEST[:-1] + "b"}):
+            assert [task.name for task in gate.tasks_of(spec.model_copy(update=others))] == ["evaluation.loss"]
 
 
 # Reports

@@ -106,7 +106,9 @@ class Gate:
     def tasks_of(self, spec: RunSpec) -> tuple[TaskFunction, ...]:
         """What the run may give: those of its strategy, or of these the ones that it says it does."""
         if spec.strategy_digest:
-            found = tasks_in(*(module for digest, module in self._modules.items() if digest == spec.strategy_digest))
+            module = self._modules.get(spec.strategy_digest)
+            kind = getattr(module, spec.strategy.rpartition(":")[2], None)
+            found = tasks_of(kind) if isinstance(kind, type) else tasks_in()
         else:
             found = tasks_of(strategy_type(spec.strategy)) if spec.strategy in shipped else tasks_in()
         return found if spec.tasks is None else tuple(task for task in found if task.name in spec.tasks)
