@@ -39,7 +39,7 @@ def recipe_of(folder: Path, *overrides: str, model: str = MODEL + ADAPTER, data:
 def test_workers_are_told_the_guarantee(tmp_path: Path) -> None:
     spec = sketch(recipe_of(tmp_path)).spec
     told = RunSpec.model_validate_json(spec.model_dump_json())
-    assert told.privacy is not None
+    assert told.privacy is not None and told.tasks == ("fed_lora.private_inner",)
     assert told.privacy.model_dump() == {"max_epsilon": 8.0, "delta": 1e-5, "noise_multiplier": 1.0, "clip": 1.0}
     assert sketch(load_recipe(tmp_path / "tiny.toml", ["strategy.rule=ffa", "strategy.privacy.clip=0.1"])).spec.privacy
 
@@ -58,7 +58,8 @@ def test_settings_without_meaning_are_refused(key: str, value: str, tmp_path: Pa
         (["strategy.rule=fed_it"], r'of strategy\.rule "ffa", .* and the rule is "fed_it": noise in both'),
         (["strategy.rule=fed_sa"], r'the rule is "fed_sa"'),
         (["data.validation=0.1"], r"holds out 0\.1 of its text for losses; set data\.validation = 0"),
-        (["data.format=preference", "strategy.name=fed_dpo"], r"private data of format 'preference'"),
+        (["data.max_bytes=100000"], r"stops reading after 100,000 bytes, .* set data\.max_bytes = 0"),
+        (["data.format=preference", "strategy.name=fed_dpo"], r"`privacy` is of single .* or use fed_lora"),
         (["data.format=auto"], r"the run has private data of format 'auto'; set data\.private"),
         (["data.shared=python-stdlib"], r"the run has shared data of format 'instruct'"),
         (["strategy.personal=true"], r"strategy\.personal is told by losses .*, which strategy\.privacy withholds"),

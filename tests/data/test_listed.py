@@ -50,8 +50,12 @@ def test_a_copy_that_differs_is_refused_also_after_it_was_known(tmp_path: Path, 
     files(tmp_path).open(listed_span)
     np.save(array, np.arange(1, 101, dtype=np.uint16))
     os.utime(array, ns=(1, 1))
-    with pytest.raises(CorruptError, match=r"a\.npy has the digest blake3:.* is listed; copy the file again"):
-        files(tmp_path).open(listed_span)
+    told: list[str] = []
+    with pytest.raises(CorruptError) as found:
+        files(tmp_path, told=told.append).open(listed_span)
+    assert str(found.value) == "the copy of 'a.npy' here is another file than is listed; copy the file again"
+    (sentence,) = told
+    assert sentence.startswith(f"{array} has the digest {digest_file(array)} and {listed_span.digest} is listed;")
 
 
 def test_a_known_digest_is_not_worked_out_again(tmp_path: Path, array: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,18 +73,21 @@ def test_names_never_lead_out_of_the_folder(tmp_path: Path, array: Path) -> None
     secret.write_bytes(array.read_bytes())
     (tmp_path / "copies/link.npy").symlink_to(secret)
     for name in ("../secret.npy", str(secret), "link.npy"):
-        with pytest.raises(CorruptError, match="lies outside"):
+        with pytest.raises(CorruptError, match="lies outside the folder of --data; leave this run"):
             files(tmp_path).open(Span(shard=name, start=0, stop=1, epoch=0, digest=digest_file(secret)))
 
 
 def test_a_missing_copy_is_named(tmp_path: Path, array: Path) -> None:
-    with pytest.raises(DataError, match=r"b\.npy is listed in this run and is not here; copy it"):
+    with pytest.raises(DataError, match=r"^'b\.npy' is listed in this run and is not here; copy it"):
         files(tmp_path).open(Span(shard="b.npy", start=0, stop=1, epoch=0, digest="sha256:00"))
 
 
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, array: Path) -> None:
-    with pytest.raises(DataError, match="holds token 99 and the vocabulary has 50 entries"):
-        files(tmp_path, vocab_size=50).open(span(array, array.parent))
+    told: list[str] = []
+    with pytest.raises(DataError) as found:
+        files(tmp_path, vocab_size=50, told=told.append).open(span(array, array.parent))
+    assert str(found.value) == "the copy of 'a.npy' here cannot be used; its worker's owner is told why"
+    assert len(told) == 1 and "holds token 99 and the vocabulary has 50 entries" in told[0]
 
 
 def test_raw_tokens_are_read_with_the_runs_type(tmp_path: Path, array: Path) -> None:
@@ -103,5 +110,5 @@ def test_text_is_tokenised_once(tmp_path: Path, array: Path, monkeypatch: pytest
     assert first.rows.tolist() == [tokens[i : i + 5] for i in range(0, len(tokens) - 4, 4)]
     monkeypatch.setattr("potluck.data.listed.tokenise", None)
     assert files(tmp_path, tokenizer=tokenizer).open(whole).rows.tolist() == first.rows.tolist()
-    with pytest.raises(DataError, match="is text and this run has no tokenizer"):
+    with pytest.raises(DataError, match="its worker's owner is told why"):
         files(tmp_path).open(whole)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,47 @@ def test_slopes_that_cannot_be_used_are_left_out(bad: object) -> None:
     assert [r.worker for r in kept.replies] == ["w1", "w3"] and slopes == (2.0, 4.0)
     with pytest.raises(RoundFailed, match="2 workers sent slopes that can be used and 3 must; w2: "):
         strategy.joined(got, facts, num_steps=1, num_needed=3)
+
+
+def test_who_sent_slopes_of_no_use_goes_on_from_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has replayed what it had missed all the same."""
+    joined, rounds = ZerothOrder.joined, count()
+
+    def spoilt(self: ZerothOrder, got: Replies, run: RunFacts, num_steps: int, *, num_needed: int) -> Any:
+        if next(rounds) == 2:
+            bad = {"slopes": "no base64"}
+            sent = (replace(r, scalars={**r.scalars, **bad}) if r.worker == "w2" else r for r in got.replies)
+            got = Replies(replies=tuple(sent))
+        return joined(self, got, run, num_steps, num_needed=num_needed)
+
+    monkeypatch.setattr(ZerothOrder, "joined", spoilt)
+    config = ZerothOrderConfig(num_perturbations=3)
+    world, state = play(problem_of(6), tmp_path, config)
+    assert state.held == dict.fromkeys(names, 5) and world.last is not None
+    params = world.last.params.read(state.params)
+    for name in names:
+        assert any(same(theta, params) for theta in thetas(world, state, ZerothOrder(config), name)), name
+
+
+class Steep:
+    """A fleet of one worker, whose slope is as large as fp32 has it."""
+
+    def __init__(self, run: RunFacts) -> None:
+        self.run = run
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return (WorkerInfo(id=WorkerId("w1"), profile=DeviceProfile(device="cpu")),)
+
+    async def call(self, tasks: dict[WorkerId, BoundTask], *, key: str, min_replies: int) -> Replies:
+        return Replies(replies=tuple(reply(worker, packed([3e38])) for worker in tasks))
+
+
+def test_slopes_that_no_step_can_be_taken_by_cost_the_round_and_not_the_run() -> None:
+    problem = problem_of()
+    problem.inner = plain.model_copy(update={"lr": 1e3, "schedule": "constant"})
+    facts, strategy = facts_of(problem), ZerothOrder(ZerothOrderConfig(num_perturbations=1))
+    with pytest.raises(RoundFailed, match=r"no step can be taken: .* beyond fp32"):
+        asyncio.run(strategy.run_round(strategy.init(facts), Steep(facts)))  # pyright: ignore[reportArgumentType]
 
 
 def test_rules_work_on_each_slope_and_slopes_are_clipped() -> None:

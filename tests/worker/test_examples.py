@@ -13,6 +13,8 @@ from models.families import FAMILIES
 from worker.test_replica import replica_of, seq_len, spec_of
 
 from potluck.data.packing import PackedShard, TokenDocuments, pack
+from potluck.data.stream import Sequences
+from potluck.optim.dp_sgd import PrivacyConfig
 from potluck.protocol import pb
 from potluck.storage.objects import ObjectStore
 from potluck.strategies import zeroth_order
@@ -73,3 +75,37 @@ def test_held_out_text_counts_as_far_as_it_was_read(sources: Sources) -> None:
 def test_text_of_others_is_none_of_the_owners(sources: Sources) -> None:
     assert examples(sources, TRAINING, steps(1)) == 4
     assert examples(sources, pb.Lease(task="t.t"), lambda _: None) is None, "the task before is forgotten"
+
+
+def test_copies_of_listed_files_are_the_owners_text_too(tmp_path: Path) -> None:
+    """A coordinator that calls them listed may deal the same few again and again."""
+    rows = np.random.default_rng(1).integers(0, 64, (10, seq_len + 1))
+    listed: Any = SimpleNamespace(open=lambda _: Sequences(rows))
+    spec = SPEC.model_copy(update={"data_access": "listed"})
+    sources = Sources(spec=spec, objects=ObjectStore(tmp_path / "objects"), listed=listed)
+
+    def lease(*spans: tuple[str, int, int], **values: Any) -> pb.Lease:
+        dealt = [pb.Span(shard=name, digest=name[:1], start=start, stop=stop) for name, start, stop in spans]
+        return pb.Lease(task="t.t", spans=dealt, num_sequences=sum(s.stop - s.start for s in dealt), **values)
+
+    again = lease(*[("a.txt", 0, 2)] * 4)
+    assert sources.most_examples(again) == 8
+    assert examples(sources, again, steps(2)) == 2
+    other_name = lease(("a.txt", 0, 8), ("a copy.txt", 0, 8), ("b.txt", 0, 4))
+    found = examples(sources, other_name, steps(5))
+    assert found is not None and found <= 10 + 4, "the same file by another name"
+    assert examples(sources, lease(("a.txt", 0, 8)), steps(1)) == 4, "what was read so far"
+    held_out = lease(("a.txt", 3, 8), held_out=True)
+    assert examples(sources, held_out, lambda replica: [replica.evaluate(b) for b in replica.batches()]) == 5
+
+
+def test_a_task_stands_on_no_more_than_it_is_given_and_its_owner_has(sources: Sources) -> None:
+    def most(num_sequences: int, **run: Any) -> int | None:
+        spec = SPEC.model_copy(update=run)
+        own: Any = SimpleNamespace(num_sequences=10) if run.get("data_access") != "shared" else None
+        return Sources(spec=spec, objects=sources.objects, own=own).most_examples(pb.Lease(num_sequences=num_sequences))
+
+    assert [most(number) for number in (4, 40)] == [4, 10]
+    assert most(40, data_access="shared") is None
+    privacy = PrivacyConfig(max_epsilon=1.0, delta=1e-5, noise_multiplier=1.0, clip=1.0)
+    assert most(4, privacy=privacy) == 10, "each of them might be in a sample"

@@ -7,16 +7,18 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from worker.test_policy import ALL, RUN
+from worker.test_policy import ALL, DIGEST, RUN
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
 from potluck.protocol import pb
 from potluck.storage.digest import digest_bytes
 from potluck.storage.objects import ObjectStore
+from potluck.strategies.diloco import DiLoCo
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result
 from potluck.types.errors import OwnerRefused, ResourceError
@@ -138,16 +140,16 @@ def test_tasks_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
     with opened(tmp_path, Policy(strategies=("fed_avg",), min_examples=40)) as place:
         place.run()
         gate = place.gate
-        gate.admit_lease(LEASE, Own())
-        gate.admit_lease(pb.Lease(task="evaluation.loss", held_out=True), Own())
+        gate.admit_lease(LEASE, 40)
+        gate.admit_lease(pb.Lease(task="evaluation.loss", held_out=True), 0)
         gate.admit_lease(LEASE, None)  # data that the coordinator dealt
         with pytest.raises(OwnerRefused, match="than the 40 of its"):
-            gate.admit_lease(pb.Lease(task="fed_avg.inner", num_sequences=39), Own())
+            gate.admit_lease(pb.Lease(task="fed_avg.inner", num_sequences=39), 39)
         with pytest.raises(OwnerRefused, match="than the 40 of its"):
-            gate.admit_lease(LEASE, Own(39))  # forty readings of thirty-nine
+            gate.admit_lease(LEASE, 39)  # forty readings of thirty-nine
         assert gate.refusal is None
-        with pytest.raises(OwnerRefused, match=r"'diloco\.inner' is no task of the strategy that the owner allows"):
-            gate.admit_lease(pb.Lease(task="diloco.inner", num_sequences=64), Own())
+        with pytest.raises(OwnerRefused, match=r"'diloco\.inner' is no task of what the owner was asked for"):
+            gate.admit_lease(pb.Lease(task="diloco.inner", num_sequences=64), 64)
         assert gate.refusal is not None
         gate.admit_data(Own(40))
         gate.admit_data(None)
@@ -158,11 +160,14 @@ def test_tasks_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
 def test_updates_of_a_run_are_counted_over_restarts(tmp_path: Path) -> None:
     policy = Policy(max_updates=3)
     with opened(tmp_path, policy) as place:
-        place.run(place.let_out, lambda: place.let_out(LOSS, pb.Lease(held_out=True)), place.let_out)
+        second = pb.Lease(key="second", task="fed_avg.inner", num_sequences=40)
+        place.run(
+            place.let_out, lambda: place.let_out(LOSS, pb.Lease(held_out=True)), lambda: place.let_out(lease=second)
+        )
     with opened(tmp_path, policy) as place:
         place.run(place.let_out)
         with pytest.raises(OwnerRefused, match="3 updates of this run have left, as many as"):
-            place.gate.admit_lease(LEASE, Own())
+            place.gate.admit_lease(LEASE, 40)
         with pytest.raises(OwnerRefused):
             place.run(place.let_out)
         assert place.gate.refusal is not None
@@ -172,11 +177,60 @@ def test_updates_of_a_run_are_counted_over_restarts(tmp_path: Path) -> None:
         place.run(place.let_out)
 
 
+def test_what_is_let_out_twice_because_the_link_broke_counts_once(tmp_path: Path) -> None:
+    """An emission of a session is made ready again on the next link. Other bytes under its name are another update."""
+    with opened(tmp_path, Policy(max_updates=2)) as place:
+        place.run(place.let_out, place.let_out)
+        assert [r.num_examples for r in place.listed] == [40]
+        other = Result({**UPDATE.scalars, "loss_sum": 2.6}, UPDATE.tensors)
+        place.run(lambda: place.let_out(other), lambda: place.let_out(other))
+        assert len(place.listed) == 2
+        with pytest.raises(OwnerRefused, match="2 updates of this run have left, as many as"):
+            place.run(place.let_out)
+
+
 def test_a_run_that_is_not_allowed_is_refused_with_every_reason(tmp_path: Path) -> None:
     with opened(tmp_path, Policy(strategies=("diloco",), fields=())) as place:
         with pytest.raises(OwnerRefused, match=r"strategy is fed_avg.*; num_tokens, loss_sum, .* does not take part"):
             place.run()
         assert place.listed == []
+
+
+def test_an_owner_is_asked_for_the_tasks_that_a_run_gives_and_no_other_is_done(tmp_path: Path) -> None:
+    def objections(policy: Policy, *tasks: str) -> list[str]:
+        spec = RUN.model_copy(update={"strategy": "fed_lora", "tasks": tasks or None})
+        with opened(tmp_path, policy, spec) as place:
+            return run_virtual(place.gate.objections(spec))
+
+    usual = Policy(fields=ALL)
+    private = Policy(fields=("num_tokens", "num_steps", "epsilon", "delta"))
+    assert objections(usual, "fed_lora.inner", "fed_lora.loss") == [] == objections(private, "fed_lora.private_inner")
+    assert objections(private, "fed_lora.inner") == ["loss_sum would leave and is not among the policy's fields"]
+    (why,) = objections(usual)  # it does not say
+    assert "has_shrunk" in why and "epsilon" in why and "personal_loss_sum" in why
+    assert objections(usual, "diloco.inner") == [], "of another strategy, so that it gives none"
+    spec = RUN.model_copy(update={"strategy": "fed_lora", "tasks": ("fed_lora.private_inner", "diloco.inner")})
+    with opened(tmp_path, private, spec) as place:
+        place.run()
+        place.gate.admit_lease(pb.Lease(task="fed_lora.private_inner", num_sequences=4), 4)
+        for name in ("fed_lora.inner", "evaluation.loss", "diloco.inner"):
+            with pytest.raises(OwnerRefused, match=f"{name}' is no task of what the owner was asked for"):
+                place.gate.admit_lease(pb.Lease(task=name, num_sequences=4), 4)
+
+
+class Mine(DiLoCo):
+    """A method in a file of its own that another one's tasks do the work of."""
+
+
+def test_a_method_of_its_own_gives_the_tasks_of_what_it_is_made_from_too(tmp_path: Path) -> None:
+    with ReceiptLog(tmp_path / "receipts") as log:
+        gate = Gate(
+            clock=VirtualClock(), files=InlineExecutor(), receipts=log, modules={DIGEST: SimpleNamespace(Mine=Mine)}
+        )  # fmt: skip
+        spec = RUN.model_copy(update={"strategy": "mine.py:Mine", "strategy_digest": DIGEST})
+        assert "diloco.inner" in [task.name for task in gate.tasks_of(spec)]
+        for others in ({"strategy": "mine.py:Yours"}, {"strategy_digest": DIGEST[:-1] + "b"}):
+            assert [task.name for task in gate.tasks_of(spec.model_copy(update=others))] == ["evaluation.loss"]
 
 
 # Reports
@@ -215,6 +269,21 @@ def test_sentences_stay_where_the_owner_wants_them_to(tmp_path: Path) -> None:
         for note in ("3 records skipped", "3 records skipped", "another"):
             place.run(lambda note=note: place.gate.pass_report(report(note=note)))
         assert [r.text for r in place.listed if r.kind == "note"] == ["3 records skipped", "another"]
+
+
+def test_where_the_machine_keeps_its_files_does_not_leave_with_a_sentence(tmp_path: Path) -> None:
+    with opened(tmp_path) as place:
+        gate = place.gate = Gate(
+            clock=place.clock, files=InlineExecutor(), receipts=place.gate._receipts,  # pyright: ignore[reportPrivateUsage]
+            hidden={Path("/home/anna"): "~", Path("/home/anna/state"): "STATE"},
+        )  # fmt: skip
+        failed = pb.TaskResult(key="k", error="/home/anna/state/runs/r/x.bundle cannot be read; see /home/anna/notes")
+        sent = report(note="/home/anna/state/runs is full", results=[failed])
+        declining = pb.WelcomeRequest(declines="not for /home/anna/state")
+        place.run(lambda: gate.pass_report(sent), lambda: gate.pass_welcome(declining))
+        assert sent.results[0].error == "STATE/runs/r/x.bundle cannot be read; see ~/notes"
+        assert (sent.note, declining.declines) == ("STATE/runs is full", "not for STATE")
+        assert not [r for r in place.listed if "anna" in r.text]
 
 
 def test_of_the_machine_only_what_may_leaves(tmp_path: Path) -> None:
@@ -323,7 +392,7 @@ def test_without_policy_and_receipts_all_passes(tmp_path: Path) -> None:
     async def main() -> None:
         await gate.admit(RUN)
         await gate.introduce("anna")
-        gate.admit_lease(pb.Lease(task="anything"), Own(0))
+        gate.admit_lease(pb.Lease(task="anything"), 0)
         await gate.let_out(LEASE, pb.TaskResult(), UPDATE, ObjectStore(tmp_path), lambda: 1 / 0)  # pyright: ignore
         await gate.pass_report(sent)
         await gate.close()

@@ -293,7 +293,9 @@ def test_a_worker_opens_what_it_has_or_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"data_access": "shared"}, {"data_options": {"format": "auto"}}, {"data_options": {"format": "preference"}},
-     {"adapter": None}, {"privacy": {**config.model_dump(), "delta": 1.0}}],
+     {"adapter": None}, {"privacy": {**config.model_dump(), "delta": 1.0}},
+     {"data_options": {"format": "instruct", "max_bytes": 1 << 20}},
+     {"data_options": {"format": "instruct", "max_bytes": "1000"}}],
 )  # fmt: skip
 def test_a_run_that_cannot_be_private_is_not_believed(changes: dict[str, Any], tmp_path: Path) -> None:
     spec, _ = private_spec("llama", tmp_path)

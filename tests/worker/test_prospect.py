@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +10,12 @@ import pytest
 from potluck.cli.looking import prospect_text
 from potluck.codecs.bundle import flat_size
 from potluck.codecs.policy import CodecPolicy
+from potluck.data.config import ReadOptions
+from potluck.models.config import AdapterConfig
+from potluck.optim.dp_sgd import PrivacyConfig
 from potluck.simulator.exact.problem import Problem
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+from potluck.strategies.fed_lora import FedLoRA, FedLoRAConfig
 from potluck.strategies.registry import strategy_type, tasks_of
 from potluck.types.errors import ModelError
 from potluck.types.params import Layout
@@ -43,6 +48,31 @@ def test_what_leaves_is_named_with_its_size() -> None:
     )  # fmt: skip
     assert found.objections == ("it is late",), "data is dealt"
     assert "host_name" in found.profile and found.tells_notes
+
+
+def test_what_is_merged_into_the_base_is_neither_trained_nor_sent() -> None:
+    adapter = AdapterConfig(rank=2, alpha=4, target_modules=("q_proj",))
+    sizes: dict[str, tuple[int, int]] = {}
+    for rule in ("fed_it", "flora"):
+        strategy = FedLoRA(FedLoRAConfig.model_validate({"rule": rule}))
+        spec = Problem(family="llama", adapter=adapter).plan(strategy).spec
+        found = seen("fed_lora", **{name: value for name, value in dict(spec).items() if name != "strategy"})
+        (delta,) = [each for each in found.outgoing if each.name == "delta"]
+        sizes[rule] = found.num_params, delta.num_bytes
+        assert spec.merges_adapters == (rule == "flora")
+    assert sizes["fed_it"] == sizes["flora"] and sizes["flora"][0] == 2 * 2 * (16 + 16)
+
+
+def test_what_is_read_and_what_is_guaranteed_is_said() -> None:
+    options = ReadOptions(format="instruct", seq_len=8, validation=0.0, fields={"output": "diagnosis"})
+    privacy = PrivacyConfig(max_epsilon=8.0, delta=1e-5, noise_multiplier=1.0, clip=1.0)
+    text = prospect_text(seen(data_access="private", data_options=options.model_dump(), privacy=privacy))
+    assert re.search(r"^data +your own text, read as instruct, output in field 'diagnosis'; held out: 0%$", text, re.M)
+    assert re.search(r"^privacy +of each record: epsilon 8 at most of the whole run, delta 1e-05$", text, re.M)
+    plain = ReadOptions(format="jsonl", seq_len=8, text_field="letters").model_dump()
+    text = prospect_text(seen(data_access="private", data_options=plain))
+    assert "your own text, read as jsonl, text in field 'letters'; held out: 5%\n" in text and "privacy" not in text
+    assert "that this version does not know\n" in prospect_text(seen(data_access="private", data_options={}))
 
 
 def test_what_would_keep_the_worker_away_is_added() -> None:

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
-from potluck.codecs.bundle import pack_tensors
+from potluck.codecs.bundle import Bundle, pack_tensors
 from potluck.protocol import AHEAD, pb
 from potluck.simulator.exact.problem import Problem
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import Result, task
-from potluck.types.errors import ResourceError
+from potluck.types.errors import OwnerRefused, ResourceError
+from potluck.types.ids import Digest
 from potluck.types.params import Layout
+from potluck.worker.gate import Gate
 from potluck.worker.link import Link
 from potluck.worker.runner import Runner
 from potluck.worker.session import lease_id
@@ -35,10 +37,16 @@ def note(replica: object, *, number: int) -> Result:
     return Result({"number": number})
 
 
+@task("toyrun.update", kind="pinned", numbers=("number",), vector="delta")
+def update(replica: object, *, number: int) -> Result:
+    return Result({"number": number}, {"delta": torch.linspace(-number, number, 4)})
+
+
 class Device:
     """A replica that only keeps what it is fed."""
 
     layout = Layout.of([("a", (4,))])
+    private = None
 
     def __init__(self) -> None:
         self.source: Iterable[Tensor] = ()
@@ -48,6 +56,15 @@ class Device:
         self.source = source
 
     def cancel(self) -> None:
+        pass
+
+    def reset_local_state(self) -> None:
+        pass
+
+    def local_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {}
+
+    def restore_local_state(self, tensors: Any, scalars: Any) -> None:
         pass
 
 
@@ -196,6 +213,47 @@ def test_an_unsent_result_without_its_state_is_worked_out_again(tmp_path: Path) 
         assert not runner._is_whole(given, answer)
 
     run_virtual(main())
+
+
+class Strict(Gate):
+    """Of an owner who lets no update out but those of zeros."""
+
+    async def let_out(
+        self, lease: pb.Lease, answer: pb.TaskResult, result: Result, objects: Any, num_examples: Any
+    ) -> None:  # fmt: skip
+        if result.scalars["number"]:
+            raise OwnerRefused("an update would stand on too little")
+
+
+def test_what_a_refused_update_leaves_goes_into_no_other(tmp_path: Path) -> None:
+    """Neither its state nor what its codec lost, wherever the coordinator has the next task go on from."""
+
+    def leave(number: int, base: str) -> pb.Lease:
+        arguments = f'{{"number":{number}}}'
+        return pb.Lease(
+            key=f"k{number}", task="toyrun.update", kind="pinned", arguments_json=arguments, base_version=base,
+            next_version=f"r{number}-a0-k", up_codec="int4+ef",
+        )  # fmt: skip
+
+    async def main() -> list[float]:
+        runner = make(tmp_path)
+        runner._gate = Strict()
+        working = asyncio.create_task(runner.run())
+        refused, after = leave(7, ""), leave(0, "r7-a0-k")
+        await runner.desire(pb.Desired(leases=[refused], held_versions=[refused.next_version]))
+        await asyncio.sleep(1)
+        assert [r.error for r in runner.results.values()] == ["an update would stand on too little"]
+        assert not runner.folder.has_version(refused.next_version)
+        assert runner.folder.residuals(refused.next_version) == []
+        await runner.desire(pb.Desired(leases=[after], held_versions=[refused.next_version]))
+        await asyncio.sleep(1)
+        (sent,) = runner._unsent.values()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        with Bundle.open(runner.folder.objects.path(Digest(sent.object))) as bundle:
+            return bundle.decode_flat("delta", Device.layout).tolist()
+
+    assert run_virtual(main()) == [0.0] * 4
 
 
 def test_only_the_shards_read_last_are_kept(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from potluck.cli.joining import told
 from potluck.cli.units import format_bytes
+from potluck.data.config import ReadOptions
 from potluck.strategies.run import RunSpec
 from potluck.types.errors import OwnerRefused
 from potluck.types.untrusted import printable
@@ -43,6 +44,11 @@ def _run_rows(found: Prospect) -> Iterator[tuple[str, str]]:
     yield "precision", found.precision
     yield "steps", f"{inner.optimizer}, lr {inner.lr:g}, {inner.sequences_per_step} sequences of {spec.seq_len} tokens"
     yield "data", _data(spec)
+    if (privacy := spec.privacy) is not None:
+        yield (
+            "privacy",
+            f"of each record: epsilon {privacy.max_epsilon:g} at most of the whole run, delta {privacy.delta:g}",
+        )
     memory = (
         f"{format_bytes(found.memory_bytes)} at the peak of a round"
         if found.memory_bytes
@@ -64,10 +70,14 @@ def _trained(found: Prospect) -> str:
 def _data(spec: RunSpec) -> str:
     if spec.data_access == "shared":
         return "dealt by the coordinator"
-    options = spec.data_options
     whose = "your own text" if spec.data_access == "private" else "your copies of listed files"
-    share = options.get("validation", 0.0)
-    return f"{whose}, read as {options.get('format', 'auto')}; held out: {share:.0%}"
+    try:
+        options = ReadOptions.model_validate(spec.data_options)
+    except ValueError:
+        return f"{whose}, read in a way that this version does not know"
+    names = dict(options.fields) if options.rows_per_record else {"text": options.text_field}
+    named = "".join(f", {key} in field {name!r}" for key, name in names.items() if key != name)
+    return f"{whose}, read as {options.format}{named}; held out: {options.validation:.0%}"
 
 
 def _leaving_rows(found: Prospect) -> Iterator[tuple[str, str]]:

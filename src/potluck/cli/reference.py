@@ -77,11 +77,15 @@ This one comes with the package, as `potluck/worker/policy.toml`:
 POLICY_TAIL = """
 A run that the policy does not allow is refused before anything is fetched or trained: the worker says why, leaves, and
 ends with exit code 8. The coordinator hears the same sentence, or with `notes = false` none. What a strategy's results
-hold is known beforehand from what its tasks declare (`@task`, [own method](own_method.md)); a result that holds
-something else is not sent, and the worker leaves. An update on too few examples costs that task only.
+hold is known beforehand from what its tasks declare (`@task`, [own method](own_method.md)), those that the run says it
+gives. A task that it did not name is not done, a result that holds something else is not sent, and the worker leaves.
+An update on too few examples costs that task only; nothing of it goes into a later one.
 
-`min_examples` counts *different* training sequences, or records, that were read for the update and used. Losses over
-held-out text are no updates. They leave whatever their number is; leave out `loss_sum` if they may not.
+`min_examples` counts *different* training sequences, or records, that were read for the update and used, also of copies
+of listed files. A sequence of text has as many tokens as the run says (`--dry-run` shows it): 64 of one token are 64
+tokens. Losses over held-out text are no updates. They leave whatever their number is; leave out `loss_sum` if they may
+not. Then only runs with [privacy](fine_tuning.md#differential-privacy) train on your text: their results hold
+`num_tokens`, `num_steps`, `epsilon` and `delta`.
 
 What a policy does not govern: that the worker is there, what it is doing and how fast (its signs of life), its
 certificate, and which objects it asks for. What an allowed update tells of the text below it is another matter:

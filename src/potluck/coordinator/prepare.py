@@ -37,6 +37,7 @@ from potluck.strategies.strategy import (
     privacy,
     takes_pairs,
     takes_unequal_ranks,
+    tasks_given,
 )
 from potluck.types.errors import CorruptError, DataError, RecipeError
 from potluck.types.ids import Digest
@@ -178,6 +179,7 @@ def _plan(
         seed=recipe.seed,
         strategy=recipe.strategy.name if file is None else f"{file.name}:{recipe.strategy.name.rpartition(':')[2]}",
         strategy_digest=digest_file(file) if file is not None else "",
+        tasks=tasks_given(strategy),
         model_config_json=config,
         layout=layout.to_json(),
         seq_len=recipe.data.seq_len,
@@ -250,6 +252,11 @@ def _check_privacy(recipe: Recipe) -> None:
         raise RecipeError(
             f"strategy.privacy lets no loss leave a worker and data.validation holds out {data.validation} of its text "
             "for losses; set data.validation = 0"
+        )
+    if data.max_bytes:
+        raise RecipeError(
+            f"strategy.privacy is of single records and data.max_bytes stops reading after {data.max_bytes:,} bytes, "
+            "so that the length of each decides which others are in; set data.max_bytes = 0"
         )
 
 

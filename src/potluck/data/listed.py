@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def _tokenised(source: Source, options: ReadOptions, tokenizer: TextTokenizer, p
 class ListedFiles:
     """Opens the files that spans name. Blocks: call it where compute runs.
 
-    `root` is the folder with the copies; `cache_dir` keeps digests and tokenised text.
+    `root` is the folder with the copies; `cache_dir` keeps digests and tokenised text. What is raised may be told to
+    the coordinator, and says no more of the folder than the name it gave; `told` hears the rest.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class ListedFiles:
         vocab_size: int,
         cache_dir: Path,
         tokenizer: TextTokenizer | None = None,
+        told: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._root = root
         self._options = options
         self._vocab_size = vocab_size
         self._cache_dir = cache_dir
-        self._tokenizer = tokenizer
+        self._tokenizer, self._told = tokenizer, told
         self._known = _read_known(cache_dir / "digests.json")
         self._opened: dict[str, Sequences] = {}
 
@@ -83,21 +86,35 @@ class ListedFiles:
         """
         sequences = self._opened.get(span.digest)
         if sequences is None:
-            source = _source(self._locate(span.shard), self._options)
-            self._check(source, span.digest)
-            sequences = stream_sequences(self._tokens(source, span.digest), self._options.seq_len)
-            self._opened[span.digest] = sequences
+            path = self._locate(span.shard)
+            try:
+                sequences = self._opened[span.digest] = self._read(path, span.digest)
+            except (CorruptError, DataError, OSError) as error:
+                self._told(str(error))
+                if isinstance(error, CorruptError):
+                    raise CorruptError(
+                        f"the copy of {span.shard!r} here is another file than is listed; copy the file again"
+                    ) from error
+                raise DataError(
+                    f"the copy of {span.shard!r} here cannot be used; its worker's owner is told why"
+                ) from error
         return sequences
+
+    def _read(self, path: Path, digest: str) -> Sequences:
+        """What is raised is for the owner only."""
+        source = _source(path, self._options)
+        self._check(source, digest)
+        return stream_sequences(self._tokens(source, digest), self._options.seq_len)
 
     def _locate(self, name: str) -> Path:
         path = (self._root / name).resolve()
         if not path.is_relative_to(self._root.resolve()):
             raise CorruptError(
-                f"the coordinator names the file {name!r}, which lies outside {self._root}; leave this run"
+                f"the coordinator names the file {name!r}, which lies outside the folder of --data; leave this run"
             )
         if not path.is_file():
             raise DataError(
-                f"{path} is listed in this run and is not here; copy it, or give another folder with --data"
+                f"{name!r} is listed in this run and is not here; copy it, or give another folder with --data"
             )
         return path
 

@@ -96,7 +96,13 @@ class SpanSource:
         self._sequences_of = sequences_of
         self._seed = seed
         self._batch_size = batch_size
+        self._taken: dict[str, set[int]] = {}  # by the digest of what they are of
         self._batches = self._read()
+
+    @property
+    def num_different(self) -> int:
+        """How many sequences it has read, each counted once however often it was dealt."""
+        return sum(map(len, self._taken.values()))
 
     def __iter__(self) -> Iterator[Tensor]:
         return self
@@ -115,9 +121,11 @@ class SpanSource:
                     "this copy or the manifest is wrong"
                 )
             order = _order(self._seed, span.epoch, span.shard, len(sequences))[span.start : span.stop]
+            taken = self._taken.setdefault(span.digest or span.shard, set())
             while len(order):
                 room = self._batch_size - num_waiting
                 waiting.append(sequences.take(order[:room]))
+                taken.update(order[:room].tolist())
                 num_waiting += len(waiting[-1])
                 order = order[room:]
                 if num_waiting == self._batch_size:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from potluck.strategies.fed_lora import FedLoRA, FedLoRAConfig, FedLoRAState
 from potluck.strategies.run import RunFacts
@@ -19,6 +19,12 @@ from potluck.types.errors import RecipeError
 
 class FedDPOConfig(FedLoRAConfig):
     beta: float = Field(default=0.1, gt=0, description="how far answers may go from those of the base: less with more")
+
+    @model_validator(mode="after")
+    def _of_pairs(self) -> FedDPOConfig:
+        if self.privacy is not None:
+            raise ValueError("`privacy` is of single records and fed_dpo learns from pairs; remove it, or use fed_lora")
+        return self
 
 
 class FedDPO(FedLoRA):

@@ -59,8 +59,8 @@ from potluck.strategies.replica import Loss, Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
-from potluck.strategies.task import BoundTask, Result, task
-from potluck.types.errors import InvalidUpdate, RecipeError, UnusableUpdates
+from potluck.strategies.task import BoundTask, Result, TaskFunction, task
+from potluck.types.errors import InvalidUpdate, RecipeError, Refused, UnusableUpdates
 from potluck.types.ids import WorkerId
 from potluck.types.params import Layout, Params, Part
 from potluck.types.vector import Vector
@@ -158,6 +158,11 @@ def inner(
         replica.prefer(beta=beta)
     if begins_anew:
         replica.forget_moments()
+    if own := sorted({*keeps} & {*sends}):
+        raise Refused(
+            f"the task would send {replica.layout.tensors[own[0]].name[:200]}, which stays with its worker's owner; "
+            "leave it out of what is sent"
+        )
     result = take_steps(replica, theta=start, num_steps=num_steps, progress=progress, mean_steps=mean_steps, part=sends)
     if keeps or personal:
         _keep(replica, replica.params())
@@ -267,6 +272,14 @@ class FedLoRA:
     @property
     def privacy(self) -> PrivacyConfig | None:
         return self.config.privacy
+
+    @property
+    def tasks(self) -> tuple[TaskFunction, ...]:
+        """Owners are asked for what these send and for no more."""
+        if self.privacy is not None:
+            return (private_inner,)
+        pressing = (pressed,) if self.config.press else ()
+        return (inner, *pressing, held_out_losses if self.config.personal else held_out_loss)
 
     @property
     def kept_vectors(self) -> float:

@@ -38,6 +38,7 @@ class RunSpec(BaseModel):
     seed: int
     strategy: str
     strategy_digest: str = ""  # of the user's own file, "" for a shipped strategy
+    tasks: tuple[str, ...] | None = Field(default=None, max_length=256)  # that it gives; None for all it has
     model_config_json: dict[str, Any]  # a transformers configuration
     layout: list[Any]
     seq_len: int = Field(ge=1, le=1 << 24)
@@ -73,6 +74,11 @@ class RunSpec(BaseModel):
                 "`privacy` is of private records that adapters are trained on, each one row; this run has "
                 f"{self.data_access} data of {self.rows_per_record} rows a record"
                 f"{'' if self.adapter else ' and trains all weights'}"
+            )
+        if self.privacy is not None and self.data_options.get("max_bytes", 0) != 0:
+            raise ValueError(
+                "`privacy` is of single records and this run stops reading after so many bytes of them, so that each "
+                "decides which others are in"
             )
         return self
 

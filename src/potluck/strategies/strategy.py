@@ -16,6 +16,7 @@ from potluck.strategies.fleet import Fleet
 from potluck.strategies.replica import Loss
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
+from potluck.strategies.task import TaskFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,12 @@ def merges_adapters(strategy: Strategy) -> bool:
 def takes_unequal_ranks(strategy: Strategy) -> bool:
     """Whether its workers may train adapters of unequal ranks: its attribute of this name."""
     return bool(getattr(strategy, "takes_unequal_ranks", False))
+
+
+def tasks_given(strategy: Strategy) -> tuple[str, ...] | None:
+    """Names of the tasks that it gives as it is set, by its attribute `tasks`; None for all that its module has."""
+    tasks: tuple[TaskFunction, ...] | None = getattr(strategy, "tasks", None)
+    return None if tasks is None else tuple(task.name for task in tasks)
 
 
 def privacy(strategy: Strategy) -> PrivacyConfig | None:

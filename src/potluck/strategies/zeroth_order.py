@@ -237,15 +237,19 @@ class ZerothOrder:
             key="inner",
             min_replies=math.ceil(config.min_reply_fraction * len(workers)),
         )  # fmt: skip
+        caught_up = {reply.worker for reply in got.replies}  # also whose slopes are of no use
         got, slopes = self.joined(got, run, num_steps, num_needed=math.ceil(config.min_reply_fraction * len(workers)))
         round = Round(number=now, lr=lr, slopes=slopes)
-        steps = round.steps(seeds)
+        try:
+            steps = round.steps(seeds)
+        except InvalidUpdate as error:
+            raise RoundFailed(f"no step can be taken: {error}") from error
         (params,) = await fleet.apply(take, state.params, steps=steps)
         num_tokens = int(got.sum("num_tokens"))
         return replace(
             state,
             params=params,
-            held=self._held(state, {reply.worker for reply in got.replies}),
+            held=self._held(state, caught_up),
             history=(*state.history, round.to_json())[-config.history_rounds :],
             sums=self._sums(state, run, steps),
             round=now + 1,

@@ -71,7 +71,7 @@ async def equip(
 
     sources = await files.run(
         lambda: prepare_sources(
-            spec, run_folder.objects, data=data, cache_dir=run_folder.root / "data", tokenizer=tokenizer
+            spec, run_folder.objects, data=data, cache_dir=run_folder.root / "data", tokenizer=tokenizer, told=told
         )
     )
     gate = gate or Gate()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from potluck.clock import Clock, Executor
@@ -55,22 +56,25 @@ class _Counted:
 class Gate:
     """Of one worker; open where there is neither policy nor receipts.
 
-    `modules`: what the strategy files that its owner allows define, by their digests.
+    `modules`: what the strategy files that its owner allows define, by their digests. `hidden`: folders here, and what
+    sentences that leave call them.
     """
 
     def __init__(
         self, *, clock: Clock | None = None, files: Executor | None = None, policy: Policy | None = None,
         receipts: ReceiptLog | None = None, modules: Mapping[str, Any] | None = None,
+        hidden: Mapping[Path, str] | None = None,
     ) -> None:  # fmt: skip
         self.policy = policy or Policy()
         self.refusal: OwnerRefused | None = None  # why the worker is to leave
         self._clock, self._files, self._receipts = clock, files, receipts
         self._is_open = policy is None and receipts is None
         self._modules = modules or {}
+        self._hidden = sorted(((str(path), name) for path, name in (hidden or {}).items()), key=lambda x: -len(x[0]))
         self._spec: RunSpec | None = None
         self._tasks: frozenset[str] = frozenset()
         self._num_updates = 0
-        self._let_out: dict[LeaseId, None] = {}  # the last is last
+        self._let_out: dict[LeaseId, bytes] = {}  # as they were; the last is last
         self._listed_failures: set[LeaseId] = set()
         self._listed_profile: dict[str, Any] = {}  # as it was told so far
         self._listed_files: dict[str, str] = {}
@@ -100,9 +104,14 @@ class Gate:
         return totals[run_id].num_updates if run_id in totals else 0
 
     def tasks_of(self, spec: RunSpec) -> tuple[TaskFunction, ...]:
+        """What the run may give: those of its strategy, or of these the ones that it says it does."""
         if spec.strategy_digest:
-            return tasks_in(*(module for digest, module in self._modules.items() if digest == spec.strategy_digest))
-        return tasks_of(strategy_type(spec.strategy)) if spec.strategy in shipped else tasks_in()
+            module = self._modules.get(spec.strategy_digest)
+            kind = getattr(module, spec.strategy.rpartition(":")[2], None)
+            found = tasks_of(kind) if isinstance(kind, type) else tasks_in()
+        else:
+            found = tasks_of(strategy_type(spec.strategy)) if spec.strategy in shipped else tasks_in()
+        return found if spec.tasks is None else tuple(task for task in found if task.name in spec.tasks)
 
     def admit_data(self, own: OwnData | None) -> None:
         """OwnerRefused where the owner's text is so little that no update could ever leave."""
@@ -112,16 +121,20 @@ class Gate:
                 f"{self.policy.min_examples:,}, so no update could leave; give more --data, or lower it"
             )
 
-    def admit_lease(self, lease: pb.Lease, own: OwnData | None) -> None:
-        """OwnerRefused for a task that is not the run's strategy's, or whose result could not leave."""
+    def admit_lease(self, lease: pb.Lease, most_examples: int | None) -> None:
+        """OwnerRefused for a task that is not the run's strategy's, or whose result could not leave.
+
+        It will stand on so many of the owner's sequences at most, None for others' text.
+        """
         if self._is_open:
             return
-        if self.policy.strategies is not None and lease.task not in self._tasks:
-            self._refuse(OwnerRefused(f"{lease.task[:100]!r} is no task of the strategy that the owner allows"))
+        asked = self.policy.strategies is not None or self.policy.fields is not None
+        if asked and lease.task not in self._tasks:
+            self._refuse(OwnerRefused(f"{lease.task[:100]!r} is no task of what the owner was asked for"))
         if lease.num_sequences and not lease.held_out:
             self._check_number()
-            if own is not None:
-                self.policy.check_examples(min(lease.num_sequences, own.num_sequences))
+            if most_examples is not None:
+                self.policy.check_examples(most_examples)
 
     @property
     def lets_pieces(self) -> bool:
@@ -136,8 +149,13 @@ class Gate:
     ) -> None:  # fmt: skip
         """List a result of which nothing was sent yet. OwnerRefused if it may not leave, ResourceError if the disk is
         full. `num_examples`: different sequences of the owner's own text that it stands on, None for others' text.
+
+        One that was let out already, and whose link broke before it was sent, is neither listed nor counted again.
         """
         if self._is_open:
+            return
+        sent = answer.SerializeToString()
+        if not result.inline and self._let_out.get(_id(answer)) == sent:
             return
         examples = num_examples()
         is_update = bool(result.tensors) or (examples is not None and not (lease.held_out and _is_only_numbers(result)))
@@ -150,7 +168,7 @@ class Gate:
         self._check(receipt)
         await self._append(receipt, durable=True)
         self._num_updates += is_update
-        self._let_out[_id(answer)] = None
+        self._let_out[_id(answer)] = sent
         for id in list(self._let_out)[:-MAX_LET_OUT]:
             del self._let_out[id]
 
@@ -189,7 +207,7 @@ class Gate:
             for id, answer in list(results.items()):
                 if not answer.error and not self._still_allows(found.get(id)):
                     del results[id]
-        self._let_out |= dict.fromkeys(id for results in kept for id in results)
+        self._let_out |= {id: result.SerializeToString() for results in kept for id, result in results.items()}
 
     def _still_allows(self, receipt: Receipt | None) -> bool:
         if receipt is None or receipt.kind != "result":
@@ -217,7 +235,7 @@ class Gate:
         if self._is_open:
             return
         if request.declines:
-            request.declines = request.declines if self.policy.notes else silent
+            request.declines = self._sentence(request.declines)
             await self._append(self._receipt("note", text=request.declines))
         await self._list_profile(request.profile_json, {each.name: each.digest for each in request.strategies})
 
@@ -226,10 +244,9 @@ class Gate:
         if self._is_open:
             return
         for result in report.results:
-            if result.error and not self.policy.notes:
-                result.error = silent
-        if not self.policy.notes:
-            report.note = ""
+            if result.error:
+                result.error = self._sentence(result.error)
+        report.note = self._sentence(report.note) if self.policy.notes else ""
         held_back = [r for r in report.results if not r.error and _id(r) not in self._let_out]
         for result in held_back:
             report.results.remove(result)
@@ -240,6 +257,14 @@ class Gate:
         if report.profile_json:
             await self._list_profile(report.profile_json, {})
         await self._count("heartbeats", report.ByteSize())
+
+    def _sentence(self, text: str) -> str:
+        """As it may leave: where this machine keeps its files, and so who works there, is in none."""
+        if not self.policy.notes:
+            return silent
+        for path, name in self._hidden:
+            text = text.replace(path, name)
+        return text
 
     async def _list_failures(self, results: Iterable[pb.TaskResult]) -> None:
         failed = {_id(result): result for result in results if result.error}

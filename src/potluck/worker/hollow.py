@@ -28,3 +28,6 @@ class HollowTrainer:
 
     def keep(self, lease: pb.Lease, source: object) -> None:
         pass
+
+    def forget(self, version: str) -> None:
+        pass

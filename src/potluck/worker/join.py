@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -144,8 +145,10 @@ class _Joining:
         self._strategies = tuple((name, digest) for name, digest, _ in allowed)
         self._receipts = await self.files.run(ReceiptLog, options.state_dir / RECEIPTS)
         modules = {digest: module for _, digest, module in allowed}
+        folders = {options.state_dir.absolute(): "STATE", Path(os.path.expanduser("~")): "~"}
         self._gate = Gate(
-            clock=self.clock, files=self.files, policy=policy, receipts=self._receipts, modules=modules
+            clock=self.clock, files=self.files, policy=policy, receipts=self._receipts, modules=modules,
+            hidden={path: name for path, name in folders.items() if path != path.parent},
         )  # fmt: skip
         self._device = str(await self.files.run(choose_device, options.device))
         own_name = socket.gethostname() if self._gate.policy.tells("host_name") else "worker"

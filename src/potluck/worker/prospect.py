@@ -11,6 +11,7 @@ import torch
 from potluck.codecs.bundle import flat_size
 from potluck.codecs.policy import CodecPolicy
 from potluck.codecs.spec import parse_spec
+from potluck.lora.places import adapted_layers, merged_part
 from potluck.models.device import choose_precision, this_machine
 from potluck.strategies.run import RunSpec
 from potluck.strategies.task import FieldKind, TaskFunction
@@ -41,7 +42,7 @@ class Prospect:
     """A run as a worker would do it here."""
 
     spec: RunSpec
-    num_params: int
+    num_params: int  # that are trained
     precision: str  # that this device computes in
     memory_bytes: int  # that training takes here; 0 where devices hold no model
     outgoing: tuple[Outgoing, ...]
@@ -68,11 +69,13 @@ def prospect(
             found.append(str(error))
         need = memory_of_rank(spec, layout, rank, precision=precision)
         memory_bytes = need.device_bytes + need.host_bytes + need.kept_bytes
+    merged = {*merged_part(adapted_layers(layout).values())}  # which no step trains and nobody sends
+    trained = layout.part([i for i in range(len(layout.tensors)) if i not in merged])
     if spec.data_access != "shared" and not data:
         found.append(f"the run trains on {spec.data_access} text and none was given; add --data")
     return Prospect(
-        spec=spec, num_params=layout.numel, precision=precision, memory_bytes=memory_bytes,
-        outgoing=_outgoing(spec, tasks, layout),
+        spec=spec, num_params=trained.numel, precision=precision, memory_bytes=memory_bytes,
+        outgoing=_outgoing(spec, tasks, trained),
         profile=tuple(each.name for each in fields(DeviceProfile) if policy.tells(each.name)),
         tells_notes=policy.notes, objections=tuple(found),
     )  # fmt: skip

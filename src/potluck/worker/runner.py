@@ -300,7 +300,7 @@ class Runner:
             raise Refused(
                 f"this worker has no task named {lease.task[:100]!r}; install the version the coordinator runs"
             )
-        self._gate.admit_lease(lease, self.sources.own)
+        self._gate.admit_lease(lease, self.sources.most_examples(lease))
         self._recent.append(tuple(check_digest(d) for d in (*lease.objects, *lease.keeps)))
         for digest in [check_digest(d) for d in lease.objects]:
             await self._fetch(digest, lease.deltas)
@@ -390,6 +390,8 @@ class Runner:
             await self._gate.let_out(lease, answer, result, self.folder.objects, self._num_examples)
         except PotluckError:
             self._encoded.discard(Digest(answer.object))
+            if lease.next_version:  # else it would leave with the result of a task that goes on from there
+                await self._compute.run(self.trainer.forget, lease.next_version)
             raise
 
     def _num_examples(self) -> int | None:

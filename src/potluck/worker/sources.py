@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -46,6 +46,7 @@ class Fed:
 
     batches: Iterator[Tensor]
     private: PrivateSource | None = None
+    listed: SpanSource | None = None
     num_sequences: int = 0  # that were read
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -85,6 +86,14 @@ class Sources:
             whole |= {Digest(each.digest) for each in self.spec.base.objects}
         return whole | set(list(self._shards_read)[-MAX_SHARDS_KEPT:])
 
+    def most_examples(self, lease: pb.Lease) -> int | None:
+        """What `num_examples` will be at most, once the task is done."""
+        if self.spec.data_access == "shared":
+            return None
+        if self.own is None:
+            return lease.num_sequences
+        return self.own.num_sequences if self.spec.privacy else min(lease.num_sequences, self.own.num_sequences)
+
     def num_examples(self, *, num_unused: int) -> int | None:
         """Of the owner's own text, the different sequences that the last task has read, less those that it read and
         did not use. None where it read none of it. With privacy all of it: each could have been in a sample, and how
@@ -93,6 +102,8 @@ class Sources:
         read = self._own_read
         if read is None:
             return None
+        if read.listed is not None:  # the owner's too: that others have it is only the coordinator's word
+            return read.listed.num_different - num_unused
         if self.spec.privacy is not None and self.own is not None:
             return self.own.num_sequences
         return (read.num_sequences if read.private is None else read.private.num_different) - num_unused
@@ -109,7 +120,12 @@ class Sources:
         spans = [_span(s) for s in lease.spans[:MAX_SPANS]]
         if not lease.held_out and sum(s.num_sequences for s in spans) != lease.num_sequences:
             raise Refused(f"{lease.task} asks for {lease.num_sequences} sequences and names others")
-        yield Fed(SpanSource(spans, self._sequences, seed=self.spec.seed, batch_size=batch_size))
+        source = SpanSource(spans, self._sequences, seed=self.spec.seed, batch_size=batch_size)
+        if self.spec.data_access == "listed":
+            self._own_read = Fed(source, listed=source)
+            yield self._own_read
+            return
+        yield Fed(source)
 
     def _own(self, lease: pb.Lease, batch_size: int) -> Fed:
         if self.own is None:
@@ -157,9 +173,11 @@ def _span(message: pb.Span) -> Span:
 
 
 def prepare_sources(
-    spec: RunSpec, objects: ObjectStore, *, data: Sequence[Path], cache_dir: Path, tokenizer: bytes | None
-) -> Sources:
-    """Read and tokenise what the owner brings. Blocks; DataError if it cannot be used."""
+    spec: RunSpec, objects: ObjectStore, *, data: Sequence[Path], cache_dir: Path, tokenizer: bytes | None,
+    told: Callable[[str], None] = lambda _: None,
+) -> Sources:  # fmt: skip
+    """Read and tokenise what the owner brings. Blocks; DataError if it cannot be used. `told` hears what is for the
+    owner only, then and later."""
     if spec.data_access == "shared":
         return Sources(spec=spec, objects=objects)
     try:
@@ -176,7 +194,9 @@ def prepare_sources(
         if len(data) != 1 or not data[0].is_dir():
             raise DataError("a run on listed files needs --data FOLDER: the folder that holds this machine's copies")
         loaded = TextTokenizer.open(folder) if tokenizer is not None else None
-        listed = ListedFiles(data[0], options=options, vocab_size=vocab_size, cache_dir=cache_dir, tokenizer=loaded)
+        listed = ListedFiles(
+            data[0], options=options, vocab_size=vocab_size, cache_dir=cache_dir, tokenizer=loaded, told=told
+        )
         return Sources(spec=spec, objects=objects, listed=listed)
     own = prepare_private(
         [str(p) for p in data], options, seed=spec.seed, base=Path.cwd(), cache_dir=cache_dir,

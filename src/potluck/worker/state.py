@@ -73,6 +73,11 @@ class RunFolder:
         for path in self.residuals(version):
             path.unlink(missing_ok=True)
 
+    def drop_version(self, version: str) -> None:
+        """With what codecs lost of it."""
+        self.drop_residual(version)
+        self._path(version).unlink(missing_ok=True)
+
     def residuals(self, version: str) -> list[Path]:
         """All files of what codecs lost."""
         path = self._path(version)

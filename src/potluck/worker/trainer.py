@@ -162,3 +162,9 @@ class Trainer:
         self._in_memory = lease.next_version
         if self._replica.private is not None:
             self._note(self._replica.private.sentence())
+
+    def forget(self, version: str) -> None:
+        """Nothing goes on from that state any more. In the compute thread."""
+        if self._in_memory == version:
+            self._in_memory = None
+        self._folder.drop_version(version)

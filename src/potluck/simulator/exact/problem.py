@@ -31,7 +31,7 @@ from potluck.optim.inner import InnerConfig
 from potluck.storage.digest import digest_bytes
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import Budget, RunSpec
-from potluck.strategies.strategy import HeadStrategy, Strategy, kept_vectors, merges_adapters, privacy
+from potluck.strategies.strategy import HeadStrategy, Strategy, kept_vectors, merges_adapters, privacy, tasks_given
 from potluck.types.ids import Digest
 from potluck.types.params import Layout
 
@@ -236,6 +236,7 @@ class Problem:
             base = self._write_base(ObjectStore(Path(folder)))
         spec = RunSpec(
             run_id="contract", name="contract", seed=self.seed, strategy=type(strategy).__name__,
+            tasks=tasks_given(strategy),
             model_config_json=self.config_json(), layout=layout.to_json(), seq_len=self.seq_len, inner=self.inner,
             data_access="private" if self.private else "shared", data_options=self._data_options(),
             privacy=privacy(strategy),
