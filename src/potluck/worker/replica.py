@@ -237,6 +237,11 @@ class TorchReplica:
     def use_rank(self, rank: int) -> None:
         if self._adapter is None or rank == self._rank:
             return
+        if rank not in (0, *self._adapter.ranks):
+            raise Refused(
+                f"the coordinator asks for adapters of rank {rank} and the run has them of rank "
+                f"{', '.join(map(str, self._adapter.ranks))}; check its version"
+            )
         from potluck.models.adapters import set_scale
 
         set_scale(self._flat.module, self._adapter.scale_of(rank or self._adapter.rank))
