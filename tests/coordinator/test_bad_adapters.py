@@ -15,15 +15,12 @@ import pytest
 import torch
 from coordinator.test_adapters import ADAPTER, prepared, recipe_of
 from coordinator.test_hostile_workers import Liar, filled, honest, same
-from data.chat_templates import CHATML, VOCAB_SIZE, save_chat_tokenizer
 from e2e.processes import write_corpus
 from models.families import llama
+from owners import Owned, records
 from worlds import virtual_world
 
 from potluck.clock import run_virtual
-from potluck.coordinator.deck import Deck
-from potluck.coordinator.plan import Plan
-from potluck.data.tokenizer import pack_tokenizer
 from potluck.fleet.config import FleetConfig
 from potluck.models.build import build
 from potluck.models.config import AdapterConfig
@@ -31,48 +28,14 @@ from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
-from potluck.storage.digest import digest_bytes
-from potluck.storage.objects import ObjectStore
 from potluck.strategies.fed_lora import FedLoRA, FedLoRAConfig
 from potluck.strategies.run import RunSpec
-from potluck.strategies.strategy import Strategy
 from potluck.types.errors import DataError, ModelError, Refused
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Layout
 
 adapter = AdapterConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj"))
 NUM_ROUNDS = 4
-
-
-class Owned(Problem):
-    """Owners bring records in files of their own, of which they hold some out."""
-
-    format = "instruct"
-    template: str | None = CHATML
-
-    def config_json(self) -> dict[str, Any]:
-        return {**super().config_json(), "vocab_size": VOCAB_SIZE}
-
-    def _data_options(self) -> dict[str, Any]:
-        return {"format": self.format, "seq_len": self.seq_len, "validation": 0.2}
-
-    def tokenizer(self, folder: Path) -> bytes:
-        save_chat_tokenizer(folder, self.template)
-        return pack_tokenizer(folder)
-
-    def begin(self, folder: Path) -> Owned:
-        self.packed = self.tokenizer(folder)
-        return self
-
-    def make_deck(self, objects: ObjectStore) -> Deck:
-        super().make_deck(objects)
-        objects.put(self.packed)
-        return Deck([], [], seed=self.seed, shared=False, private=True)
-
-    def plan(self, strategy: Strategy) -> Plan:
-        plan, digest = super().plan(strategy), digest_bytes(self.packed)
-        spec = plan.spec.model_copy(update={"tokenizer_object": digest})
-        return replace(plan, spec=spec, open_objects=(*plan.open_objects, digest))
 
 
 def problem_of(kind: type[Problem] = Problem, **changes: Any) -> Any:
@@ -130,11 +93,6 @@ def rounds_of(world: World) -> list[list[str]]:
 
 
 # What owners bring
-
-
-def records(path: Path, answers: list[str]) -> Path:
-    path.write_text("\n".join(json.dumps({"instruction": "say", "output": answer}) for answer in answers))
-    return path
 
 
 def test_owners_whose_records_cannot_be_used_are_told_and_the_others_train(tmp_path: Path) -> None:

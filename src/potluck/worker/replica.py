@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class TorchReplica:
         self.device = torch.device(device)
         self.precision = choose_precision(spec.precision, self.device, hardware=hardware)
         self.on_step: Callable[[StepInfo], None] = lambda _: None
+        self.on_evaluating: Callable[[], None] = lambda: None  # hears once of each model that a task evaluates
+        self._is_announced = False
         self._inner, self._seq_len, self._seed, self._now = spec.inner, spec.seq_len, spec.seed, now
         layout, vocab_size = read_shape(spec)
         self.adapter_rank = fitting_rank(
@@ -134,6 +137,7 @@ class TorchReplica:
         """
         self._source, self._left_over, self._is_cut_short = iter(source), None, is_cut_short
         self._steering = self._loaded = None
+        self._is_announced = False
         self._beta = 0.0
         self.train_only(())
         self.use_rank(0)
@@ -208,6 +212,7 @@ class TorchReplica:
     def load(self, theta: Vector | Tensor) -> None:
         self.begins_from(theta)
         self._flat.load(theta)
+        self._is_announced = False
 
     def begins_from(self, theta: Vector | Tensor) -> None:
         """What the parameters were before the steps that they have had, where they are not loaded from it."""
@@ -352,12 +357,26 @@ class TorchReplica:
 
     def evaluate(self, tokens: Tensor) -> Loss:
         self._require_public("losses")
+        if not self._is_announced:
+            self._is_announced = True
+            self.on_evaluating()
         loss_sum = 0.0
         for batch in tokens.split(self._inner.batch_size):
             self._stop_if_cancelled()
             given = self._on_device(batch)
             loss_sum += self._evaluate_pairs(given) if self._takes_pairs else float(self._loss.evaluate(given))
         return Loss(loss_sum, num_predicted(tokens))
+
+    @torch.no_grad()
+    def sequence_losses(self, rows: Tensor) -> list[float]:
+        """Of each row, or pair, the loss summed over what is predicted, without dropout. Not for tasks.
+
+        rows: int64 [batch, length], of pairs [batch, 2, length]; tokens that are not predicted are complements.
+        """
+        self._stop_if_cancelled()
+        given = self._on_device(rows)
+        with _evaluating(self._flat.module):
+            return (self._pair_losses(given) if self._takes_pairs else self._loss.of_sequences(given)).tolist()
 
     # How
 
@@ -387,14 +406,9 @@ class TorchReplica:
 
     @torch.no_grad()
     def _evaluate_pairs(self, pairs: Tensor) -> float:
-        module = self._flat.module
-        training = module.training
-        module.eval()
-        try:
+        with _evaluating(self._flat.module):
             num_tokens = (pairs[..., 1:] >= 0).sum(dim=(1, 2))
             return float((self._pair_losses(pairs).double() * num_tokens).sum())
-        finally:
-            module.train(training)
 
     def _chance(self, *of: int) -> int:
         """A seed: a function of the run, the step and its data, of which nothing needs to be kept."""
@@ -464,6 +478,17 @@ def read_shape(spec: RunSpec) -> tuple[Layout, int]:
     if not isinstance(vocab_size, int) or vocab_size < 1 or not layout.numel:
         raise ModelError(f"the coordinator sent a model with a vocabulary of {vocab_size!r}; check its version")
     return layout, vocab_size
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Without dropout."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
 
 
 def _check_predicted(num_tokens: int) -> None:
