@@ -66,8 +66,9 @@ from potluck.types.params import Layout, Params, Part
 from potluck.types.vector import Vector
 
 RuleName = Literal["fed_it", "ffa", "ro_lora", "fed_sa", "fed_ex", "flora", "flex_lora", "het_lora"]
-_own = "own"
-"""Of a worker's pinned state, with `fed_sa`: its parameters, of which B is its own."""
+OWN = "own"
+"""Of a worker's pinned state, with `fed_sa` and with `personal`: the parameters that it ended its last round with, at
+the scale of the run's highest rank. With `fed_sa` B never leaves it."""
 _both: tuple[Factor, ...] = ("a", "b")
 
 
@@ -149,9 +150,10 @@ rules: Mapping[RuleName, Rule] = {
 def inner(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int], rank: int,
     trains: Sequence[int], sends: Sequence[int], begins_anew: bool, num_steps: int, progress: tuple[float, float],
-    mean_steps: int = 0, beta: float = 0.0, personal: bool = False,
+    mean_steps: int = 0, beta: float = 0.0, personal: bool = False, own_b: tuple[Sequence[int], float] | None = None,
 ) -> Result:  # fmt: skip
-    """`theta` are the values of the tensors in `parts`; those in `keeps` are the worker's own. `beta` is of pairs."""
+    """`theta` are the values of the tensors in `parts`; those in `keeps` are the worker's own. `beta` is of pairs. What
+    it keeps has the tensors and the factor of `own_b` as their scale, where the run's is another."""
     start = _begin(replica, theta=theta, parts=parts, keeps=keeps, rank=rank)
     replica.train_only(trains)
     if beta:
@@ -161,6 +163,10 @@ def inner(
     result = take_steps(replica, theta=start, num_steps=num_steps, progress=progress, mean_steps=mean_steps, part=sends)
     if keeps or personal:
         _keep(replica, replica.params())
+    if personal and own_b is not None:
+        part, factor = own_b
+        for start, stop in replica.layout.ranges(part):
+            replica.kept[OWN][start:stop] *= factor
     return result
 
 
@@ -220,7 +226,7 @@ def held_out_losses(
         replica.prefer(beta=beta)
     start = _begin(replica, theta=theta, parts=parts, keeps=keeps, rank=0)
     replica.load(start)
-    own = replica.kept.tensors().get(_own)
+    own = replica.kept.tensors().get(OWN)
     return evaluation.over(replica, personal=start if own is None else Vector.of(own))
 
 
@@ -232,15 +238,15 @@ def _begin(
     layout = replica.layout
     given = [(layout.ranges(part), vector) for part, vector in zip(parts, theta, strict=True)]
     if keeps:
-        if _own not in replica.kept.tensors():
+        if OWN not in replica.kept.tensors():
             _keep(replica, replica.first())
         ranges = layout.ranges(keeps)
-        given.append((ranges, Vector.of(replica.kept[_own]).part(ranges)))
+        given.append((ranges, Vector.of(replica.kept[OWN]).part(ranges)))
     return Vector.joined(layout.numel, given)
 
 
 def _keep(replica: Replica, params: Vector) -> None:
-    kept = replica.kept.make(_own)
+    kept = replica.kept.make(OWN)
     for start, part in params.slices():
         kept[start : start + len(part)] = part
 
@@ -346,7 +352,7 @@ class FedLoRA:
             return inner.bind(
                 **given, rank=rank, trains=part_of(places, rule.trains(num), rank),
                 sends=sends, begins_anew=rule.begins_anew, num_steps=steps, progress=shares.progress,
-                personal=self.config.personal,
+                personal=self.config.personal, own_b=_rescaled(adapter, places, rank),
                 mean_steps=shares.mean_steps if rule.is_mean else 0,
             ).gives(sends)  # fmt: skip
 
@@ -515,6 +521,15 @@ def _epsilons(got: Replies) -> dict[str, float]:
 def _adapters(run: RunFacts) -> tuple[AdapterConfig, list[AdaptedLayer]]:
     assert run.adapter is not None
     return run.adapter, list(adapted_layers(run.layout).values())
+
+
+def _rescaled(
+    adapter: AdapterConfig, places: Sequence[AdaptedLayer], rank: int
+) -> tuple[tuple[int, ...], float] | None:
+    """The factors B of a worker of that rank, and what they are multiplied by for the scale of the highest one."""
+    if rank == adapter.rank:
+        return None
+    return part_of(places, ("b",), rank), adapter.scale_of(rank) / adapter.scaling
 
 
 def _ended(

@@ -52,6 +52,8 @@ async def equip(
     """
     note = note if spec.privacy is None else told
     run_folder = await files.run(RunFolder, folder / "runs" / spec.run_id)
+    if spec.adapter is not None:
+        await files.run(run_folder.keep_description, spec.model_dump_json())
     tokenizer = None
     if spec.tokenizer_object:
         digest = check_digest(spec.tokenizer_object)
