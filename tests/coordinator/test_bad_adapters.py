@@ -200,7 +200,9 @@ def test_adapters_that_cannot_be_joined_are_refused(
     problem = problem_of(validate=False)
     world, ended = play(problem, tmp_path / "world", rule=rule, owners={"anna": (), "bert": ()}, disturb=lie)
     (liar,) = liars
-    assert rounds_of(world) == [["anna", "bert"]] * NUM_ROUNDS and not ended
+    rounds = rounds_of(world)
+    assert len(rounds) == NUM_ROUNDS and rounds[-1] == ["anna", "bert"] and not ended
+    assert not any(liar.id in workers for workers in rounds)
     refused = [verdict.reason for verdict in liar.verdicts if verdict.verdict == "refused"]
     assert refused and all(words in reason for reason in refused), refused
     assert world.last is not None and world.last.roster.members[liar.id].quarantined

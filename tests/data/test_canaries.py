@@ -21,7 +21,7 @@ from potluck.data.tokenizer import TextTokenizer
 from potluck.types.errors import CorruptError, DataError
 
 SECRET = re.compile(r"\d(?: \d){11}")
-CONFIG = CanaryConfig(count=3, repeats=2, candidates=15)
+CONFIG = CanaryConfig(count=3, repeats=2, candidates=16)
 RECORDS: dict[str, Any] = {
     "instruct": {"question": "say yes", "output": "yes"},
     "chat": {"messages": [{"role": "user", "content": "say yes"}, {"role": "assistant", "content": "yes"}]},
@@ -68,7 +68,7 @@ def test_they_are_planted_in_the_form_of_the_data(format: str, tokenizer: Path, 
     secrets = [secret(row) for row in rows]
     assert len({*secrets}) == 3 and all(secrets.count(each) == 2 for each in secrets)
     candidates = [secret(row) for row in canaries.rows.numpy()]
-    assert {*candidates[:3]} == {*secrets} and len({*candidates}) == 18
+    assert {*candidates[:3]} == {*secrets} and len({*candidates}) == 19
     if options.rows_per_record:
         assert canaries.rows.shape[-1] < 101, "what follows the answer is not evaluated"
     else:
@@ -77,7 +77,7 @@ def test_they_are_planted_in_the_form_of_the_data(format: str, tokenizer: Path, 
     again = plant(own, CONFIG, options, tmp_path / "canaries")
     assert [shard.digest for shard in again.shards] == [shard.digest for shard in canaries.shards]
     assert np.array_equal(again.rows, canaries.rows)
-    more = plant(own, CanaryConfig(count=4, candidates=14), options, tmp_path / "canaries")
+    more = plant(own, CanaryConfig(count=4, candidates=15), options, tmp_path / "canaries")
     assert np.array_equal(more.rows, canaries.rows), "those of before are among more of them"
     other = plant(own, CONFIG, options, tmp_path / "others")
     assert not {secret(row) for row in other.rows.numpy()} & {*candidates}
