@@ -12,10 +12,16 @@ from data.chat_templates import CHATML, VOCAB_SIZE, save_chat_tokenizer
 from potluck.coordinator.deck import Deck
 from potluck.coordinator.plan import Plan
 from potluck.data.tokenizer import pack_tokenizer
+from potluck.fleet.config import FleetConfig
+from potluck.models.config import AdapterConfig
+from potluck.optim.inner import InnerConfig
 from potluck.simulator.exact.problem import Problem
 from potluck.storage.digest import digest_bytes
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.strategy import Strategy
+
+adapter = AdapterConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj"))
+NUM_ROUNDS = 4
 
 
 class Owned(Problem):
@@ -47,6 +53,17 @@ class Owned(Problem):
         plan, digest = super().plan(strategy), digest_bytes(self.packed)
         spec = plan.spec.model_copy(update={"tokenizer_object": digest})
         return replace(plan, spec=spec, open_objects=(*plan.open_objects, digest))
+
+
+def problem_of(kind: type[Problem] = Problem, **changes: Any) -> Any:
+    """A run of `NUM_ROUNDS` rounds that trains adapters on a tiny Llama."""
+    given: dict[str, Any] = {
+        "family": "llama", "adapter": adapter, "num_rounds": NUM_ROUNDS,
+        "inner": InnerConfig(lr=5e-2, batch_size=4, warmup=0.0),
+        "fleet": FleetConfig(min_workers=2, no_progress_s=20.0, quarantine_after=2, max_discarded_rounds=2),
+        **changes,
+    }  # fmt: skip
+    return kind(**given)
 
 
 def records(path: Path, answers: list[str]) -> Path:

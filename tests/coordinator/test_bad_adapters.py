@@ -15,16 +15,19 @@ import pytest
 import torch
 from coordinator.test_adapters import ADAPTER, prepared, recipe_of
 from coordinator.test_hostile_workers import Liar, filled, honest, same
-from e2e.processes import write_corpus
+from e2e.processes import write_corpus, write_recipe
+from e2e.test_data_access import FLEET, model_dir  # noqa: F401
+from e2e.test_fed_lora import STRATEGY, instructions
 from models.families import llama
-from owners import Owned, records
+from owners import NUM_ROUNDS, Owned, adapter, problem_of, records
 from worlds import virtual_world
 
 from potluck.clock import run_virtual
-from potluck.fleet.config import FleetConfig
+from potluck.coordinator.events import Event
+from potluck.coordinator.host import serve
+from potluck.coordinator.options import HostOptions, Listening, RunResult
+from potluck.coordinator.recipe import load_recipe
 from potluck.models.build import build
-from potluck.models.config import AdapterConfig
-from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
@@ -33,19 +36,8 @@ from potluck.strategies.run import RunSpec
 from potluck.types.errors import DataError, ModelError, Refused
 from potluck.types.ids import Digest, WorkerId
 from potluck.types.params import Layout
-
-adapter = AdapterConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj"))
-NUM_ROUNDS = 4
-
-
-def problem_of(kind: type[Problem] = Problem, **changes: Any) -> Any:
-    given: dict[str, Any] = {
-        "family": "llama", "adapter": adapter, "num_rounds": NUM_ROUNDS,
-        "inner": InnerConfig(lr=5e-2, batch_size=4, warmup=0.0),
-        "fleet": FleetConfig(min_workers=2, no_progress_s=20.0, quarantine_after=2, max_discarded_rounds=2),
-        **changes,
-    }  # fmt: skip
-    return kind(**given)
+from potluck.worker.join import work
+from potluck.worker.options import JoinOptions
 
 
 def strategy_of(rule: str) -> FedLoRA:
@@ -278,3 +270,42 @@ def test_a_worker_does_not_train_on_another_base_than_it_joined_with(tmp_path: P
 
 def with_base(spec: RunSpec, of: Problem) -> RunSpec:
     return spec.model_copy(update={"base": of.plan(strategy_of("fed_it")).spec.base})
+
+
+# Over the network
+
+
+def test_on_real_connections_a_bad_owner_leaves_with_a_sentence(model_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    """One of three machines brings nothing but empty answers."""
+    write_recipe(
+        tmp_path / "tiny.toml", "", fleet=FLEET, budget="rounds = 2",
+        model=f'path = "{model_dir.as_posix()}"\nadapter = {{ rank = 2, target_modules = ["q_proj"] }}',
+        data='private = true\nformat = "instruct"\nseq_len = 48\nvalidation = 0.2',
+        strategy=STRATEGY.format(rule="fed_it", more=""),
+    )  # fmt: skip
+    recipe, events = load_recipe(tmp_path / "tiny.toml"), list[Event]()
+    files = {name: instructions(tmp_path / f"{name}.jsonl", seed) for seed, name in enumerate(("anna", "bert"))}
+    files["dora"] = records(tmp_path / "dora.jsonl", ["", ""])
+    said: dict[str, list[str]] = {name: [] for name in files}
+
+    async def main() -> tuple[RunResult, dict[str, str | BaseException]]:
+        working: dict[str, asyncio.Task[str]] = {}
+
+        def listening(run: Listening) -> None:
+            for name, path in files.items():
+                options = JoinOptions(
+                    link=run.join_line, state_dir=tmp_path / name, name=name, num_threads=1, data=(path,)
+                )  # fmt: skip
+                working[name] = asyncio.create_task(work(options, told=said[name].append))
+
+        options = HostOptions(recipe=recipe, run_dir=tmp_path / "run", cache_dir=tmp_path / "cache")
+        result = await serve(options, on_event=events.append, on_listening=listening)
+        ended = await asyncio.gather(*working.values(), return_exceptions=True)
+        return result, dict(zip(working, ended, strict=True))
+
+    result, ended = asyncio.run(main())
+    assert result.rounds == 2
+    assert [event.detail["workers"] for event in events if event.kind == "round"] == [["anna", "bert"]] * 2
+    assert isinstance(ended["dora"], DataError) and "dora.jsonl:1: 'output' is empty" in str(ended["dora"])
+    assert isinstance(ended["anna"], str) and isinstance(ended["bert"], str)
+    assert not any("dora.jsonl" in event.text for event in events)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator.test_bad_adapters import problem_of
-from owners import Owned, records
+from owners import Owned, problem_of, records
 from worlds import virtual_world
 
 from potluck.clock import run_virtual

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from coordinator.test_bad_adapters import problem_of
+from owners import problem_of
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
