@@ -97,7 +97,7 @@ def test_a_worker_of_a_lower_rank_keeps_its_model_at_the_runs_scale(tmp_path: Pa
     first = Vector.of(initial_adapters(layout, seed=spec.seed)).part(layout.ranges(part))
     fed_lora.inner.function(
         replica, theta=[first], parts=[part], keeps=(), rank=2, trains=part, sends=part, begins_anew=False,
-        num_steps=3, progress=(0.1, 0.2), personal=True, own_b=fed_lora._rescaled(adapter, places, 2),
+        num_steps=3, progress=(0.1, 0.2), personal=True, own_b=fed_lora.rescaled(adapter, places, 2),
     )  # fmt: skip
     tokens = batches[-1][:, :-1]
     trained, own = logits(replica.module, tokens), replica.kept[OWN]

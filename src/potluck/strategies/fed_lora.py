@@ -364,7 +364,7 @@ class FedLoRA:
             return inner.bind(
                 **given, rank=rank, trains=part_of(places, rule.trains(num), rank),
                 sends=sends, begins_anew=rule.begins_anew, num_steps=steps, progress=shares.progress,
-                personal=self.config.personal, own_b=_rescaled(adapter, places, rank),
+                personal=self.config.personal, own_b=rescaled(adapter, places, rank),
                 mean_steps=shares.mean_steps if rule.is_mean else 0,
             ).gives(sends)  # fmt: skip
 
@@ -553,7 +553,7 @@ def _adapters(run: RunFacts) -> tuple[AdapterConfig, list[AdaptedLayer]]:
     return run.adapter, list(adapted_layers(run.layout).values())
 
 
-def _rescaled(
+def rescaled(
     adapter: AdapterConfig, places: Sequence[AdaptedLayer], rank: int
 ) -> tuple[tuple[int, ...], float] | None:
     """The factors B of a worker of that rank, and what they are multiplied by for the scale of the highest one."""
