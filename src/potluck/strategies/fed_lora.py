@@ -553,9 +553,7 @@ def _adapters(run: RunFacts) -> tuple[AdapterConfig, list[AdaptedLayer]]:
     return run.adapter, list(adapted_layers(run.layout).values())
 
 
-def rescaled(
-    adapter: AdapterConfig, places: Sequence[AdaptedLayer], rank: int
-) -> tuple[tuple[int, ...], float] | None:
+def rescaled(adapter: AdapterConfig, places: Sequence[AdaptedLayer], rank: int) -> tuple[tuple[int, ...], float] | None:
     """The factors B of a worker of that rank, and what they are multiplied by for the scale of the highest one."""
     if rank == adapter.rank:
         return None
