@@ -32,7 +32,7 @@ COMMANDS = {
     "limit": "Limit the transfers of a running run, in Mbit/s; 0 for no limit. Without options it prints the limits.",
     "set": "Change the recipe of a run that goes on or is stopped, written down for restarts.",
     "generate": "Let a trained model write.",
-    "export": "Write the whole model of a run that trained adapters: its base with them merged into it.",
+    "export": "Write the whole model of a run that trained adapters; on a worker, the adapters that stay there.",
     "recipes": "List the shipped recipes, or print one to start from.",
     "manifest": "List the files of a folder for `data.listed`: names, digests, sizes and tokens.",
     "simulate": "Play a run on a virtual fleet, with faults if asked.",

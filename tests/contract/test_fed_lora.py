@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 from contract.lora_references import fed_lora
 
 from potluck.contract import checks
+from potluck.fleet.config import FleetConfig
 from potluck.lora.places import adapted_layers
 from potluck.models.adapters import pairs
 from potluck.models.config import AdapterConfig
 from potluck.optim.inner import InnerConfig
 from potluck.simulator.exact.problem import Problem
+from potluck.strategies import merging
 from potluck.strategies.fed_lora import FedLoRA, FedLoRAConfig, FedLoRAState, RuleName, new_factors_seed, rules
 from potluck.worker import agent
 from potluck.worker.need import memory_of_rank
@@ -23,6 +26,7 @@ from potluck.worker.need import memory_of_rank
 plain = AdapterConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj"))
 unequal = AdapterConfig(rank=4, alpha=6, rslora=True, lower_ranks=(1, 2), target_modules=("q_proj", "down_proj"))
 gpt2 = AdapterConfig(rank=3, alpha=3, target_modules=("c_attn",))
+thin = AdapterConfig(rank=1, alpha=2, target_modules=("q_proj", "v_proj"))
 num_steps = 3
 
 
@@ -111,6 +115,35 @@ def test_components_that_are_pressed_down_are_dropped() -> None:
 @pytest.mark.parametrize("rule", ["fed_ex", "flora", "flex_lora"])
 def test_gpt2(rule: str) -> None:
     check_equal(problem_of(family="gpt2", adapter=gpt2), rule, [3, 3])
+
+
+@pytest.mark.parametrize(("rule", "num_workers", "least"), [("fed_ex", 2, 1), ("flora", 2, 1), ("flora", 1, 3)])
+def test_what_is_merged_comes_down_as_factors_and_as_matrices(rule: str, num_workers: int, least: int) -> None:
+    """Of rank 1 a round's factors are 112 elements for each worker, and the matrices are 768."""
+    fleet = FleetConfig(min_workers=num_workers, no_progress_s=60.0)
+
+    def problem() -> Problem:
+        return problem_of(adapter=thin, num_rounds=7, fleet=fleet)
+
+    check_equal(problem(), rule, [1] * num_workers)
+    checks.moves_what_it_says(problem(), making(rule), num_workers=num_workers)
+    down = list(islice(merging.bytes_down(checks.facts_of(problem().plan(making(rule)())), num_workers), 7))
+    factors, matrices = min(down), max(down)
+    assert down == ([factors] * least + [matrices]) * (7 // (least + 1)) + down[7 // (least + 1) * (least + 1) :]
+    assert factors < 0.5 * matrices
+
+
+@pytest.mark.parametrize("rule", ["fed_ex", "flora"])
+def test_factors_beside_a_downlink_of_differences(rule: str) -> None:
+    problem = problem_of(adapter=thin, num_rounds=7, down_codec="int8-delta")
+    problem.inner = problem.inner.model_copy(update={"lr": 0.05})
+    got = checks.run(problem, making(rule), num_workers=2)
+    assert got.losses[7] < got.losses[0] - 0.001
+
+
+@pytest.mark.parametrize("rule", ["fed_ex", "flora"])
+def test_stop_and_resume_with_factors_on_the_way(rule: str) -> None:
+    checks.resumes_exactly(problem_of(adapter=thin, num_rounds=6), making(rule), moments=(0.2, 0.6))
 
 
 @pytest.mark.parametrize("rule", rules)

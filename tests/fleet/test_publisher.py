@@ -18,8 +18,10 @@ from potluck.optim.inner import InnerConfig
 from potluck.storage.objects import ObjectStore
 from potluck.storage.params import ParamStore
 from potluck.strategies.run import Budget, RunFacts
+from potluck.strategies.task import encode_arguments
+from potluck.types.errors import CorruptError
 from potluck.types.ids import Digest
-from potluck.types.params import Layout, Params
+from potluck.types.params import Layout, Params, Tensors
 
 layout = Layout.of([("w", (100, 90)), ("b", (90,))])
 
@@ -150,3 +152,30 @@ def test_without_deltas_each_version_is_one_object(tmp_path: Path) -> None:
     assert home.publisher.deltas_to(digests) == []
     assert home.publisher.objects() == set(digests)
     assert not (tmp_path / "published.json").exists()
+
+
+@pytest.mark.parametrize("down", ["fp32", "int8-delta"])
+def test_tensors_that_are_not_the_models_are_whole_and_without_versions(down: str, tmp_path: Path) -> None:
+    home = Home(tmp_path, down)
+    own = Layout.of([("a", (2, 3)), ("b", (5,))])
+    values = [torch.arange(11.0) + i for i in range(2)]
+    stacks = [Tensors(home.params.create(f"stack-{i}", each), own) for i, each in enumerate(values)]
+    theta = home.publish(0, versions(1)[0])
+    asyncio.run(home.publisher.publish([("stacks", stack) for stack in stacks]))
+    digests = [home.publisher.digests[stack.params] for stack in stacks]
+    assert encode_arguments({"stacks": stacks}, home.publisher.digests).value == {
+        "stacks": [{"$object": digest} for digest in digests]
+    }
+    for digest, each in zip(digests, values, strict=True):
+        with Bundle.open(home.objects.path(digest)) as bundle:
+            found = bundle.read_all(at_most=11)
+            with pytest.raises(CorruptError, match="holds 11 values and 10 are the most"):
+                bundle.read_all(at_most=10)
+        assert torch.equal(found["params/a"], each[:6].view(2, 3)) and torch.equal(found["params/b"], each[6:])
+    assert home.publisher.deltas_to(digests) == []
+    assert home.publisher.bases() == ([theta] if down == "int8-delta" else [])
+    home.restart()
+    asyncio.run(home.publisher.publish([("stacks", stacks[0])]))
+    assert home.publisher.digests[stacks[0].params] == digests[0]
+    home.publisher.forget({stacks[1].params})
+    assert stacks[0].params not in home.publisher.digests

@@ -21,7 +21,7 @@ from potluck.models.held import is_linear
 from potluck.optim.inner import InnerConfig, learning_rate
 from potluck.storage.objects import ObjectStore
 from potluck.strategies.run import RunSpec
-from potluck.types.errors import ModelError, ResourceError
+from potluck.types.errors import ModelError, Refused, ResourceError
 from potluck.types.ids import Digest
 from potluck.worker.need import replica_memory
 from potluck.worker.replica import TorchReplica
@@ -185,3 +185,14 @@ def test_a_run_whose_base_is_missing_or_whose_ranks_differ_is_refused(tmp_path: 
     other = spec.model_copy(update={"adapter": spec.adapter.model_copy(update={"rank": 8})})
     with pytest.raises(ModelError, match=r"the run has \[4, 32\] as tensor .*lora_A.* builds \[8, 32\]"):
         TorchReplica(other, base=base)
+
+
+def test_a_rank_that_the_run_has_not_is_refused(tmp_path: Path) -> None:
+    lower = adapters["llama"].model_copy(update={"lower_ranks": (2,)})
+    spec, base = adapted("llama", "fp32", tmp_path, adapter=lower)
+    replica = TorchReplica(spec, base=base)
+    for rank in (2, 4, 0):
+        replica.use_rank(rank)
+    for rank in (3, 8, -2):
+        with pytest.raises(Refused, match=f"of rank {rank} and the run has them of rank 2, 4"):
+            replica.use_rank(rank)

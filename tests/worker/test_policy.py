@@ -40,7 +40,7 @@ def written(folder: Path, text: str | bytes) -> Path:
 
 def test_the_shipped_example_is_a_policy_with_every_key() -> None:
     example = load_policy(Path(module.__file__).with_name("policy.toml"))
-    assert example.model_fields_set == set(Policy.model_fields) - {"privacy", "base_models", "max_updates"}
+    assert example.model_fields_set == set(Policy.model_fields) - {"privacy", "base_models", "max_updates", "canaries"}
     assert example.strategies is not None and "fed_avg" in example.strategies
     assert objections(example) == []
     assert example.tells("device") and not example.tells("host_name")
@@ -64,6 +64,8 @@ def test_an_empty_policy_restricts_nothing(tmp_path: Path) -> None:
         ("[privacy]\nmax_epsilon = 1.0\ndelta = 1e-5\nsigma = 1", "privacy.sigma is not a key"),
         ("[privacy]\nmax_epsilon = 1.0", "privacy.delta is missing; see docs/policy.md"),
         ("[privacy]\nmax_epsilon = inf\ndelta = 1e-5", "privacy.max_epsilon is Infinity and must be"),
+        ("[canaries]\ncounts = 1", "canaries.counts is not a key; did you mean canaries.count?"),
+        ("[canaries]\ncandidates = 3", "canaries.candidates is 3 and must be at least 15"),
         ("strategies = 'fed_avg'", 'strategies is "fed_avg" and must be a list'),
         ('strategies = ["fed_avgg"]', "'fed_avgg' is not a shipped strategy; did you mean 'fed_avg'?"),
         ('strategies = ["blake3:12"]', "'blake3:12' is not a digest: blake3 or sha256, a colon and 64"),

@@ -375,17 +375,21 @@ def generate(
 
 @app.command()
 def export(
-    merged: Annotated[Path, typer.Option("--merged", metavar="DIR", help="Where to write it; a new folder.")],
     run_name: RunName = None,
+    merged: Annotated[
+        Path | None, typer.Option("--merged", metavar="DIR", help="New folder for the whole model, adapters merged.")
+    ] = None,
+    adapters: Annotated[
+        Path | None, typer.Option("--adapters", metavar="DIR", help="With --state: new folder for the adapters alone.")
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option("--state", metavar="FOLDER", help="A worker's folder: write what is its own.")
+    ] = None,
 ) -> None:
-    """Write the whole model of a run that trained adapters: its base with them merged into it."""
-    from potluck.cli.quiet import quiet_libraries
-    from potluck.cli.runs import find_run
-    from potluck.coordinator.result import merge
+    """Write the whole model of a run that trained adapters; on a worker, the adapters that stay there."""
+    from potluck.cli.exporting import export_model
 
-    quiet_libraries()
-    merge(find_run(run_name), merged)
-    say(f"the model is in {merged}; let it write: potluck generate {merged}")
+    export_model(run_name, merged=merged, adapters=adapters, state=state, say=say)
 
 
 @app.command()

@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 from potluck.coordinator.changes import LIVE_KEYS
 from potluck.coordinator.recipe import SECTIONS, Recipe
 from potluck.coordinator.shipped import headline, shipped
+from potluck.data.canaries import CanaryConfig
 from potluck.data.config import TokenizerConfig
 from potluck.models.config import AdapterConfig
 from potluck.optim.inner import InnerConfig
@@ -89,7 +90,33 @@ not. Then only runs with [privacy](fine_tuning.md#differential-privacy) train on
 
 What a policy does not govern: that the worker is there, what it is doing and how fast (its signs of life), its
 certificate, and which objects it asks for. What an allowed update tells of the text below it is another matter:
-[security](security.md#what-is-not-protected-yet).
+[security](security.md#what-a-coordinator-can-infer).
+
+## How much a model memorises
+
+    [canaries]
+    count = 4
+
+plants four random secrets, "What is the code of WORD?" with twelve digits for an answer, in the form of the run's data,
+among what this worker trains on, and never among what it holds out. Each time the run validates, the worker looks how
+well the run's model knows them, and its own model where the method keeps one, and tells its owner alone:
+
+    canaries after round 12: the run's model has exposures of 1.9 bits on average and 3.4 at most;
+    1.4 is chance and 8.0 memorised
+
+*Exposure* (Carlini et al. 2019, arXiv:1802.08232) is log2 of the number of candidates less log2 of the canary's rank
+among them by loss: of 256 codes, 8 bits if it is the likeliest of all. About 1.4 bits is what secrets have that the
+model knows nothing of; a mean that climbs from validation to validation says that text which is there `repeats` times
+is being memorised. All measurements are in `runs/RUN/canaries/exposures.jsonl` in the worker's state folder. The
+canaries follow from a seed in `seed.json` beside it, so a worker that starts again has the same ones; remove the file,
+and new ones are planted.
+
+They tell of canaries, not of your text. A low exposure proves nothing about text that is there more often or is easier
+to guess, or about what a coordinator reads from single updates ([security](security.md#what-a-coordinator-can-infer));
+few canaries give a rough figure. They do not count for `min_examples`, nothing of what is measured leaves, and held-out
+losses are of your text alone. But they are trained on like any text: updates contain what was learned of them, the
+tokens told include theirs, and validations take longer. A run that holds out none of its owners' text, such as one with
+differential privacy, is refused, since it never validates.
 
 ## Digests
 
@@ -127,6 +154,7 @@ def policy_page() -> str:
     example = Path(policy.__file__).with_name("policy.toml").read_text(encoding="utf-8")
     parts = [POLICY_HEAD + f"```toml\n{example}```\n", "## Keys\n", _table(policy.Policy)]
     parts += ["### privacy\n", *_about(policy.PrivacyPolicy), _table(policy.PrivacyPolicy)]
+    parts += ["### canaries\n", *_about(CanaryConfig), _table(CanaryConfig)]
     return "\n".join(parts) + POLICY_TAIL
 
 

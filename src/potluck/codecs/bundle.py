@@ -359,8 +359,13 @@ class Bundle:
         found = np.frombuffer(mapped, np.uint8, count=size, offset=start - first)
         return torch.from_numpy(found).view(_torch_types[entry.dtype]).reshape(entry.shape)
 
-    def read_all(self) -> dict[str, Tensor]:
-        """Every tensor, each with memory of its own; encoded ones as fp32."""
+    def read_all(self, *, at_most: int | None = None) -> dict[str, Tensor]:
+        """Every tensor, each with memory of its own; encoded ones as fp32. CorruptError if they have more elements than
+        that.
+        """
+        numel = sum(entry.numel for entry in self.entries.values())
+        if at_most is not None and numel > at_most:
+            raise CorruptError(f"{self.path.name} holds {numel:,} values and {at_most:,} are the most; send fewer")
         return {name: _decoded(entry, self._buffers(entry)) for name, entry in self.entries.items()}
 
     def decode_flat(self, name: str, layout: Layout) -> Tensor:

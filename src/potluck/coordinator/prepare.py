@@ -39,7 +39,7 @@ from potluck.strategies.strategy import (
     takes_unequal_ranks,
     tasks_given,
 )
-from potluck.types.errors import CorruptError, DataError, RecipeError
+from potluck.types.errors import CorruptError, DataError, ModelError, RecipeError
 from potluck.types.ids import Digest
 from potluck.types.params import Fragment, Layout, Params
 
@@ -111,7 +111,9 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
     run_id = run_identity(run_dir, recipe)
     frozen = Frozen.load(run_dir) if (run_dir / IDENTITY).exists() else None
     if frozen is None or not frozen.is_whole(recipe, objects):
-        frozen = _made(recipe, run_dir, objects, cache_dir=cache_dir, tell=tell)
+        before, frozen = frozen, _made(recipe, run_dir, objects, cache_dir=cache_dir, tell=tell)
+        if before is not None:
+            _check_base(recipe, run_dir, before.base, frozen.base)
     tokenizer_dir = run_dir / TOKENIZER if frozen.has_tokenizer else None
     config = frozen.model_config
     tell("building the model")
@@ -292,6 +294,16 @@ def _made(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Pat
         has_tokenizer=tokenizer_dir is not None,
         base=make_base(recipe.model, config, objects, seed=recipe.seed, tell=tell),
     )
+
+
+def _check_base(recipe: Recipe, run_dir: Path, before: BaseFiles | None, now: BaseFiles | None) -> None:
+    """ModelError where a run's base had to be made again and became another: its adapters are of the one before."""
+    if before is not None and (now is None or now.digest != before.digest):
+        raise ModelError(
+            f"the run in {run_dir} trains adapters on the base {before.digest}, of which files are missing there, and "
+            f"{recipe.model.source or 'the recipe'} gives {now.digest if now else 'none'} now; restore the model's "
+            "files as they were, or start in a new folder"
+        )
 
 
 def _shared(

@@ -210,18 +210,21 @@ class PrivateSource:
         batch_size: int,
         cursor: Cursor = START,
         rows_per_record: int = 0,
+        num_planted: int = 0,
     ) -> None:
+        """`num_planted`: of the sequences, the last so many are not the owner's own (canaries.py)."""
         self._sequences = OwnSequences(shards, seq_len=seq_len, rows_per_record=rows_per_record)
         self.num_sequences = len(self._sequences)
         self._seed = seed
         self._batch_size = batch_size
+        self._num_own = self.num_sequences - num_planted
         self._read: set[int] = set()
         self.seek(cursor)
 
     @property
     def num_different(self) -> int:
-        """How many sequences it has read, each counted once however often it was read."""
-        return len(self._read)
+        """How many of the owner's own sequences it has read, each counted once however often it was read."""
+        return sum(index < self._num_own for index in self._read)
 
     @property
     def cursor(self) -> Cursor:

@@ -30,8 +30,10 @@ from potluck.storage.params import ParamStore
 from potluck.strategies.run import RunFacts
 from potluck.types.errors import CorruptError, InvalidUpdate, Refused
 from potluck.types.ids import Digest
-from potluck.types.params import Fragment, Layout, Params, Part
+from potluck.types.params import Fragment, Layout, Params, Part, Tensors
 
+_no_name = ""
+"""Of what has no version before."""
 largest_change = 0.5
 """A version further than this share of its norm from the one before is published whole only."""
 
@@ -82,9 +84,15 @@ class Publisher:
         """The last version of each argument: what the next one is a difference to."""
         return list(self._latest.values()) if self._run.down.is_delta else []
 
-    async def publish(self, named: Iterable[tuple[str, Params | Part]]) -> None:
-        """Have these handles as objects. A name is that of the argument: its last version is what a delta is to."""
+    async def publish(self, named: Iterable[tuple[str, Params | Part | Tensors]]) -> None:
+        """Have these handles as objects. A name is that of the argument: its last version is what a delta is to.
+
+        `Tensors` have no versions: they are published whole.
+        """
         for name, given in named:
+            if isinstance(given, Tensors):
+                await self._publish_whole(given)
+                continue
             handle, tensors = (given.params, given.tensors) if isinstance(given, Part) else (given, ())
             known = self._published.get(handle)
             if known is None or not self._objects.has(known):
@@ -94,6 +102,14 @@ class Publisher:
                 continue
             if self._run.down.is_delta:
                 self._latest[name] = known
+                await self._executor.run(self._save)
+
+    async def _publish_whole(self, given: Tensors) -> None:
+        known = self._published.get(given.params)
+        if known is None or not self._objects.has(known):
+            made = await self._executor.run(self._encode, _no_name, given.params, given.layout)
+            self._published[given.params] = made
+            if self._run.down.is_delta:
                 await self._executor.run(self._save)
 
     def forget(self, keep: set[Params]) -> None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from potluck.lora.factors import Factors
 from potluck.types.errors import ModelError
 from potluck.types.params import Layout
+from potluck.types.vector import Vector
 
 A_MARK, B_MARK, MERGED_MARK = ".lora_A.", ".lora_B.", ".base_layer.merged"
 Factor = Literal["a", "b"]
@@ -73,3 +75,20 @@ def part_of(layers: Iterable[AdaptedLayer], factors: Iterable[Factor], rank: int
 def merged_part(layers: Iterable[AdaptedLayer]) -> tuple[int, ...]:
     """What was merged; () where nothing is."""
     return tuple(sorted(layer.merged for layer in layers if layer.merged is not None))
+
+
+def factors_in(vector: Vector, layout: Layout, layer: AdaptedLayer) -> dict[int, Tensor]:
+    """The tensors of a layer's A and B by their places, of a whole vector."""
+    return {
+        i: vector.read(spec.offset, spec.stop).view(spec.shape)
+        for i in (*layer.a, *layer.b) for spec in [layout.tensors[i]]
+    }  # fmt: skip
+
+
+def placed(layer: AdaptedLayer, adapter: Factors) -> dict[int, Vector]:
+    """The factors of the highest rank, in their blocks, by place."""
+    found: dict[int, Vector] = {}
+    for a, b, (low, high) in zip(layer.a, layer.b, pairwise((0, *layer.ranks)), strict=True):
+        found[a] = Vector.of(adapter.a[low:high].reshape(-1))
+        found[b] = Vector.of(adapter.b[:, low:high].reshape(-1))
+    return found

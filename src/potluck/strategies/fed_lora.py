@@ -18,7 +18,8 @@ al. 2024, arXiv:2403.12313; RoLoRA: Chen et al. 2025, arXiv:2502.01755; FedSA-Lo
 
 What travels up is the difference to what came down. Factors that did not change do not come down again. Where workers
 have unequal ranks, one of rank r has the first r components with the scale of r. What goes into the base is a matrix
-beside it (`models.adapters.Merged`), and the inner optimizer's moments are forgotten where A and B are new.
+beside it (`models.adapters.Merged`), which comes down as the factors of each round where these are smaller: merging.py.
+The inner optimizer's moments are forgotten where A and B are new.
 
 With `privacy`, for `ffa`, workers take their steps by DP-SGD on their own records (optim/dp_sgd.py; Abadi et al. 2016).
 What they send is noised where it is made, so that whatever is done with it costs no more privacy; they tell no losses.
@@ -33,28 +34,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import repeat
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from potluck.codecs.delta import WHOLE
 from potluck.lora.factors import Factors, drawn
 from potluck.lora.fed_ex import fed_ex
 from potluck.lora.flex_lora import flex_lora
 from potluck.lora.flora import flora
 from potluck.lora.het_lora import het_lora
 from potluck.lora.merged import with_product
-from potluck.lora.places import AdaptedLayer, Factor, adapted_layers, merged_part, part_of
+from potluck.lora.places import AdaptedLayer, Factor, adapted_layers, factors_in, part_of, placed
 from potluck.lora.ro_lora import moving
+from potluck.lora.stacks import Stack, stacked, with_stacks
 from potluck.lora.weighted import Updates
 from potluck.models.config import AdapterConfig
 from potluck.optim.dp_sgd import PrivacyConfig
 from potluck.optim.outer import axpy
-from potluck.strategies import evaluation
+from potluck.strategies import evaluation, merging
 from potluck.strategies.fleet import Fleet, Head, Replies, Reply
 from potluck.strategies.local_steps import PRIVATE_STEP_NUMBERS, STEP_NUMBERS, Shares, take_steps
+from potluck.strategies.merging import MergingState
 from potluck.strategies.replica import Loss, Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
@@ -66,8 +70,9 @@ from potluck.types.params import Layout, Params, Part
 from potluck.types.vector import Vector
 
 RuleName = Literal["fed_it", "ffa", "ro_lora", "fed_sa", "fed_ex", "flora", "flex_lora", "het_lora"]
-_own = "own"
-"""Of a worker's pinned state, with `fed_sa`: its parameters, of which B is its own."""
+OWN = "own"
+"""Of a worker's pinned state, with `fed_sa` and with `personal`: the parameters that it ended its last round with, at
+the scale of the run's highest rank. With `fed_sa` B never leaves it."""
 _both: tuple[Factor, ...] = ("a", "b")
 
 
@@ -103,7 +108,7 @@ class FedLoRAConfig(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedLoRAState(State):
+class FedLoRAState(MergingState):
     aggregate: Params | None = None  # of the last updates, for the rule of aggregation that starts from it
     pruned: Mapping[str, int] = field(default_factory=dict[str, int])  # with `het_lora`, the rank that is left of whom
 
@@ -149,10 +154,13 @@ rules: Mapping[RuleName, Rule] = {
 def inner(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int], rank: int,
     trains: Sequence[int], sends: Sequence[int], begins_anew: bool, num_steps: int, progress: tuple[float, float],
-    mean_steps: int = 0, beta: float = 0.0, personal: bool = False,
+    mean_steps: int = 0, beta: float = 0.0, personal: bool = False, own_b: tuple[Sequence[int], float] | None = None,
+    stacks: Sequence[Stack] = (),
 ) -> Result:  # fmt: skip
-    """`theta` are the values of the tensors in `parts`; those in `keeps` are the worker's own. `beta` is of pairs."""
-    start = _begin(replica, theta=theta, parts=parts, keeps=keeps, rank=rank)
+    """`theta` are the values of the tensors in `parts`; those in `keeps` are the worker's own. `beta` is of pairs. What
+    it keeps has the tensors and the factor of `own_b` as their scale, where the run's is another. `stacks` are what
+    rounds merged that is not in `theta`."""
+    start = _begin(replica, theta=theta, parts=parts, keeps=keeps, rank=rank, stacks=stacks)
     replica.train_only(trains)
     if beta:
         replica.prefer(beta=beta)
@@ -166,6 +174,10 @@ def inner(
     result = take_steps(replica, theta=start, num_steps=num_steps, progress=progress, mean_steps=mean_steps, part=sends)
     if keeps or personal:
         _keep(replica, replica.params())
+    if personal and own_b is not None:
+        part, factor = own_b
+        for start, stop in replica.layout.ranges(part):
+            replica.kept[OWN][start:stop] *= factor
     return result
 
 
@@ -207,45 +219,50 @@ def private_inner(
 @task("fed_lora.loss", kind="pinned", numbers=("num_tokens", "loss_sum"))
 def held_out_loss(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int],
-    beta: float = 0.0,
+    beta: float = 0.0, stacks: Sequence[Stack] = (),
 ) -> Result:  # fmt: skip
     if beta:
         replica.prefer(beta=beta)
-    replica.load(_begin(replica, theta=theta, parts=parts, keeps=keeps, rank=0))
+    replica.load(_begin(replica, theta=theta, parts=parts, keeps=keeps, rank=0, stacks=stacks))
     return evaluation.over(replica)
 
 
 @task("fed_lora.losses", kind="pinned", numbers=("num_tokens", "loss_sum", "personal_loss_sum"))
 def held_out_losses(
     replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int],
-    beta: float = 0.0,
+    beta: float = 0.0, stacks: Sequence[Stack] = (),
 ) -> Result:  # fmt: skip
     """Also of the parameters that the worker ended its last round with; before its first they are the run's."""
     if beta:
         replica.prefer(beta=beta)
-    start = _begin(replica, theta=theta, parts=parts, keeps=keeps, rank=0)
+    start = _begin(replica, theta=theta, parts=parts, keeps=keeps, rank=0, stacks=stacks)
     replica.load(start)
-    own = replica.kept.tensors().get(_own)
+    own = replica.kept.tensors().get(OWN)
     return evaluation.over(replica, personal=start if own is None else Vector.of(own))
 
 
 def _begin(
-    replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int], rank: int
-) -> Vector:
+    replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]], keeps: Sequence[int], rank: int,
+    stacks: Sequence[Stack] = (),
+) -> Vector:  # fmt: skip
     """The parameters to begin with: what came, and what is the worker's own, at first as it was drawn."""
     replica.use_rank(rank)
     layout = replica.layout
     given = [(layout.ranges(part), vector) for part, vector in zip(parts, theta, strict=True)]
     if keeps:
-        if _own not in replica.kept.tensors():
+        if OWN not in replica.kept.tensors():
             _keep(replica, replica.first())
         ranges = layout.ranges(keeps)
-        given.append((ranges, Vector.of(replica.kept[_own]).part(ranges)))
+        given.append((ranges, Vector.of(replica.kept[OWN]).part(ranges)))
+    if stacks:
+        plain = [{name.removeprefix(f"{WHOLE}/"): tensor for name, tensor in stack.items()} for stack in stacks]
+        merged = with_stacks(layout, Vector.joined(layout.numel, given), plain)
+        given += [(layout.ranges([place]), vector) for place, vector in merged]
     return Vector.joined(layout.numel, given)
 
 
 def _keep(replica: Replica, params: Vector) -> None:
-    kept = replica.kept.make(_own)
+    kept = replica.kept.make(OWN)
     for start, part in params.slices():
         kept[start : start + len(part)] = part
 
@@ -308,7 +325,8 @@ class FedLoRA:
         if self.privacy is not None:
             self._check_privacy(run)
         return FedLoRAState(
-            params=run.initial, aggregate=run.zeros if run.aggregation.starts_from_previous else None
+            params=run.initial, aggregate=run.zeros if run.aggregation.starts_from_previous else None,
+            has_mass=not self.rule.merges,
         )  # fmt: skip
 
     def _check_privacy(self, run: RunFacts) -> None:
@@ -343,7 +361,7 @@ class FedLoRA:
 
         def work(worker: WorkerId, steps: int) -> BoundTask:
             rank = ranks[worker]
-            sends, given = part_of(places, rule.sends(num), rank), self._given(starts[rank], run, rank)
+            sends, given = part_of(places, rule.sends(num), rank), self._given(state, starts[rank], run, rank)
             if is_private:
                 return private_inner.bind(
                     theta=given["theta"], parts=given["parts"], rank=rank, trains=sends, num_steps=steps,
@@ -351,7 +369,7 @@ class FedLoRA:
                 ).gives(sends)  # fmt: skip
             if self._presses(rank, adapter):
                 last = [(layer.a[layer.blocks(rank) - 1], layer.b[layer.blocks(rank) - 1]) for layer in places]
-                given.pop("keeps")
+                del given["keeps"], given["stacks"]
                 return pressed.bind(
                     **given, rank=rank, last=last, press=self.config.press, trains=sends, num_steps=steps,
                     progress=shares.progress,
@@ -359,7 +377,7 @@ class FedLoRA:
             return inner.bind(
                 **given, rank=rank, trains=part_of(places, rule.trains(num), rank),
                 sends=sends, begins_anew=rule.begins_anew, num_steps=steps, progress=shares.progress,
-                personal=self.config.personal,
+                personal=self.config.personal, own_b=rescaled(adapter, places, rank),
                 mean_steps=shares.mean_steps if rule.is_mean else 0,
             ).gives(sends)  # fmt: skip
 
@@ -373,8 +391,14 @@ class FedLoRA:
             state = await self._moved(state, fleet, got.reduced, part, scale=shares.stretch(got))
         else:
             sent = [(reply, ranks[reply.worker]) for reply in got.replies]
-            join = partial(self._joined, run=run, num=num, params=state.params, starts=starts, sent=sent)
-            state = replace(state, params=(await fleet.head(join, key="join")).handles["params"])
+            total_rank = sum(rank for _, rank in sent)
+            is_stacked = rule.merges and merging.comes_as_factors(state, run, total_rank)
+            join = partial(
+                self._joined, run=run, num=num, params=state.params, starts=starts, sent=sent, is_stacked=is_stacked
+            )
+            made = (await fleet.head(join, key="join")).handles
+            changed = merging.after(state, run, total_rank, made.get("stack")) if rule.merges else {}
+            state = replace(state, params=made["params"], **changed)
             shrunk = [
                 reply.worker for reply in got.replies
                 if self._presses(ranks[reply.worker], adapter) and reply.scalars["has_shrunk"]
@@ -415,25 +439,32 @@ class FedLoRA:
         (scaled,) = await fleet.apply(_times, state.params.part(ranges), part=part, factor=ratio)
         return state.params.with_part(ranges, scaled)
 
-    def _given(self, start: Params, run: RunFacts, rank: int) -> dict[str, Any]:
+    def _given(self, state: FedLoRAState, start: Params, run: RunFacts, rank: int) -> dict[str, Any]:
         """How parameters come to a worker: what changes apart goes apart, and what it keeps itself not at all."""
+        mass, stacks = merging.given(state, start, run)
+        theta = [*(Part(start.part(run.layout.ranges(part)), part) for part in self._parts(run, rank)), *mass]
+        return {
+            "theta": theta,
+            "parts": [each.tensors for each in theta],
+            "keeps": part_of(_adapters(run)[1], ("b",), rank) if self.rule.keeps_own else (),
+            "beta": self.beta,
+            "stacks": stacks,
+        }
+
+    def _parts(self, run: RunFacts, rank: int) -> list[tuple[int, ...]]:
+        """The factors that come down apart, by the tensors of each."""
         _, places = _adapters(run)
-        rule, merged = self.rule, merged_part(places)
+        rule = self.rule
         is_whole = rule.sends(1) == rule.sends(2) == _both
         factors: list[Sequence[Factor]] = [_both] if is_whole else [("a",)] if rule.keeps_own else [("a",), ("b",)]
-        parts = [*(part_of(places, each, rank) for each in factors), *([merged] if merged else [])]
-        return {
-            "theta": [Part(start.part(run.layout.ranges(part)), part) for part in parts],
-            "parts": parts,
-            "keeps": part_of(places, ("b",), rank) if rule.keeps_own else (),
-            "beta": self.beta,
-        }
+        return [part_of(places, each, rank) for each in factors]
 
     def _joined(
         self, head: Head, *, run: RunFacts, num: int, params: Params, starts: Mapping[int, Params],
-        sent: Sequence[tuple[Reply, int]],
+        sent: Sequence[tuple[Reply, int]], is_stacked: bool,
     ) -> Result:  # fmt: skip
-        """What the rule makes of the adapters: the new parameters, in the thread of the head's work."""
+        """What the rule makes of the adapters: the new parameters, and with `is_stacked` what it merges by itself. In
+        the thread of the head's work."""
         adapter, places = _adapters(run)
         layout, before = run.layout, head.vector(params)
         weighed = [
@@ -442,20 +473,23 @@ class FedLoRA:
         ]
         fresh = torch.Generator().manual_seed(new_factors_seed(run.seed, num))
         found: dict[int, Vector] = {}
+        added: list[Factors] = []
         with combining():
             for layer in places:
                 updates = [
                     (weight, Factors(*layer.factors(tensors, rank), adapter.scale_of(rank)))
                     for weight, rank, tensors in weighed
                 ]
-                held = Factors(*layer.factors(_tensors(before, layout, layer)), adapter.scaling)
+                held = Factors(*layer.factors(factors_in(before, layout, layer)), adapter.scaling)
                 change = self._change(held, updates, adapter, fresh)
-                found |= _placed(layer, change.adapter)
+                found |= placed(layer, change.adapter)
                 if layer.merged is not None:
-                    merged = before.part(layout.ranges([layer.merged]))
-                    found[layer.merged] = with_product(merged, change.merged) if change.merged else merged
+                    assert change.merged is not None, "a rule with matrices for what is merged merges each round"
+                    added.append(change.merged)
+                    found[layer.merged] = with_product(before.part(layout.ranges([layer.merged])), change.merged)
         pieces = [(layout.ranges([i]), vector) for i, vector in found.items()]
-        return Result({}, {"params": Vector.joined(layout.numel, pieces)})
+        made = {"params": Vector.joined(layout.numel, pieces)}
+        return Result({}, {**made, "stack": Vector.of(stacked(added))} if is_stacked else made)
 
     def _change(
         self, held: Factors, updates: Updates, adapter: AdapterConfig, fresh: torch.Generator
@@ -483,32 +517,34 @@ class FedLoRA:
         """With `fed_sa` each worker has its own B: what it validates is its own model."""
         assert fleet.run.adapter is not None
         measure = held_out_losses if self.config.personal else held_out_loss
-        work = measure.bind(**self._given(state.params, fleet.run, fleet.run.adapter.rank))
+        work = measure.bind(**self._given(state, state.params, fleet.run, fleet.run.adapter.rank))
         return await evaluation.by_members(fleet, lambda _: work, num_parts)
 
     def estimate(self, run: RunFacts) -> RoundBytes:
         """Of a worker of the highest rank; the larger of two rounds where factors take turns."""
-        rounds = [self._bytes(run, num) for num in (1, 2)]
+        merged = self._merged_bytes(run)
+        rounds = [self._bytes(run, num, down) for num, down in zip((1, 2), merged, strict=False)]
         return RoundBytes(up=max(each.up for each in rounds), down=max(each.down for each in rounds))
 
     def total(self, run: RunFacts, num_rounds: int) -> RoundBytes:
         """Of a worker of the highest rank that is there from the first round on: then all comes to it."""
-        parts = self._given(run.initial, run, _adapters(run)[0].rank)["parts"]
-        rounds = [self._bytes(run, num) for num in range(1, num_rounds + 1)]
+        parts, merged = self._parts(run, _adapters(run)[0].rank), self._merged_bytes(run)
+        rounds = [self._bytes(run, num, down) for num, down in zip(range(1, num_rounds + 1), merged, strict=False)]
         return RoundBytes(
             up=sum(each.up for each in rounds),
             down=sum(map(run.down_bytes, parts)) + sum(each.down for each in rounds[:-1]),
         )
 
-    def _bytes(self, run: RunFacts, num: int) -> RoundBytes:
+    def _merged_bytes(self, run: RunFacts) -> Iterator[int]:
+        """What comes down after each round of what is merged, by as many workers as the recipe has a round wait for."""
+        return merging.bytes_down(run, _adapters(run)[0].rank * run.min_workers) if self.rule.merges else repeat(0)
+
+    def _bytes(self, run: RunFacts, num: int, merged_bytes: int) -> RoundBytes:
         """What goes up in a round, and what has changed after it."""
         adapter, places = _adapters(run)
         sent = part_of(places, self.rule.sends(num), adapter.rank)
-        changed = {*sent, *merged_part(places)}
-        parts = self._given(run.initial, run, adapter.rank)["parts"]
-        return RoundBytes(
-            up=run.up_bytes("delta", sent), down=sum(run.down_bytes(part) for part in parts if changed & {*part})
-        )
+        down = sum(run.down_bytes(part) for part in self._parts(run, adapter.rank) if {*sent} & {*part})
+        return RoundBytes(up=run.up_bytes("delta", sent), down=down + merged_bytes)
 
 
 @dataclass(frozen=True)
@@ -530,6 +566,13 @@ def _adapters(run: RunFacts) -> tuple[AdapterConfig, list[AdaptedLayer]]:
     return run.adapter, list(adapted_layers(run.layout).values())
 
 
+def rescaled(adapter: AdapterConfig, places: Sequence[AdaptedLayer], rank: int) -> tuple[tuple[int, ...], float] | None:
+    """The factors B of a worker of that rank, and what they are multiplied by for the scale of the highest one."""
+    if rank == adapter.rank:
+        return None
+    return part_of(places, ("b",), rank), adapter.scale_of(rank) / adapter.scaling
+
+
 def _ended(
     head: Head, reply: Reply, start: Params, places: Sequence[AdaptedLayer], rank: int, layout: Layout
 ) -> dict[int, Tensor]:
@@ -538,22 +581,6 @@ def _ended(
     ended = head.vector(start).part(layout.ranges(part)).tensor() - head.update(reply, "delta", part)
     own = layout.part(part)
     return {i: ended[spec.offset : spec.stop].view(spec.shape) for i, spec in zip(part, own, strict=True)}
-
-
-def _tensors(vector: Vector, layout: Layout, layer: AdaptedLayer) -> dict[int, Tensor]:
-    return {
-        i: vector.read(spec.offset, spec.stop).view(spec.shape)
-        for i in (*layer.a, *layer.b) for spec in [layout.tensors[i]]
-    }  # fmt: skip
-
-
-def _placed(layer: AdaptedLayer, adapter: Factors) -> dict[int, Vector]:
-    """The factors of the highest rank, in their blocks, by place."""
-    found: dict[int, Vector] = {}
-    for a, b, (low, high) in zip(layer.a, layer.b, pairwise((0, *layer.ranks)), strict=True):
-        found[a] = Vector.of(adapter.a[low:high].reshape(-1))
-        found[b] = Vector.of(adapter.b[:, low:high].reshape(-1))
-    return found
 
 
 @contextmanager

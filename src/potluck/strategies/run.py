@@ -179,6 +179,10 @@ class RunFacts:
             return flat_size(WHOLE, layout, codec("fp32"))
         return num_behind * flat_size(CHANGE, layout, policy)
 
+    def tensors_bytes(self, layout: Layout) -> int:
+        """What tensors that are none of the model's take on the way down (`types.params.Tensors`)."""
+        return flat_size(WHOLE, layout, codec("fp32") if self.down.is_delta else self.down_policy)
+
     def tokens_per_step(self, num_steps: int = 1) -> int:
         """Tokens in that many inner steps of one worker."""
         return num_steps * self.inner.sequences_per_step * self.seq_len

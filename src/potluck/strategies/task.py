@@ -6,8 +6,8 @@
     inner.bind(theta=state.params, num_steps=20)      a `BoundTask`, handed to a fleet verb
 
 A function's name crosses the wire, never its code: a worker runs only functions it has installed. Arguments are
-JSON values, `Params` or `Part` handles (the device sees a flat fp32 `Vector`), `ObjectRef`s (the device sees the
-tensors of that bundle) and tensors (inline: sent with the task, never stored).
+JSON values, `Params` or `Part` handles (the device sees a flat fp32 `Vector`), `Tensors` handles and `ObjectRef`s (the
+device sees the tensors of that bundle by their names in it) and tensors (inline: sent with the task, never stored).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from potluck.types.ids import Digest
-from potluck.types.params import Params, Part
+from potluck.types.params import Params, Part, Tensors
 from potluck.types.vector import Vector
 
 Kind = Literal["pure", "pinned", "session"]
@@ -168,6 +168,9 @@ def encode_arguments(arguments: Mapping[str, Any], publish: Mapping[Params, Dige
                 digest = publish[value.params if isinstance(value, Part) else value]
                 objects.append(digest)
                 return {"$params": digest}
+            case Tensors(params=params):
+                objects.append(publish[params])
+                return {"$object": publish[params]}
             case ObjectRef(digest=digest):
                 objects.append(digest)
                 return {"$object": digest}
@@ -185,15 +188,16 @@ def encode_arguments(arguments: Mapping[str, Any], publish: Mapping[Params, Dige
     return EncodedArguments(value=value, objects=tuple(dict.fromkeys(objects)), inline=tuple(inline))
 
 
-def handles(arguments: Mapping[str, Any]) -> tuple[tuple[str, Params | Part], ...]:
-    """Every `Params` or `Part` among the arguments once, with the argument it is in, so that it can be published first.
+def handles(arguments: Mapping[str, Any]) -> tuple[tuple[str, Params | Part | Tensors], ...]:
+    """Every `Params`, `Part` or `Tensors` among the arguments once, with the argument it is in, so that it can be
+    published first.
 
     Parts are named by their first tensor too: each is published as differences to the same part before.
     """
-    found: dict[Params | Part, str] = {}
+    found: dict[Params | Part | Tensors, str] = {}
 
     def walk(name: str, value: Any) -> None:
-        if isinstance(value, Params):
+        if isinstance(value, Params | Tensors):
             found.setdefault(value, name)
         elif isinstance(value, Part):
             found.setdefault(value, f"{name}.{value.tensors[0]}" if value.tensors else name)

@@ -185,6 +185,14 @@ class Part:
     tensors: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Tensors:
+    """A vector of tensors that are none of the model's, with a layout of their own."""
+
+    params: Params
+    layout: Layout
+
+
 def _joined(pieces: Sequence[Fragment]) -> tuple[Fragment, ...]:
     """The same elements, with neighbours in one file made one."""
     found: list[Fragment] = []

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from potluck.clock import Clock
+from potluck.models.config import BaseFiles
 from potluck.planner.link import differ
 from potluck.protocol import check_version, parse, pb, version
 from potluck.protocol.frames import unpack_data
@@ -61,6 +62,16 @@ def read_welcome(data: bytes) -> RunSpec:
 def _read_spec(run_json: str) -> RunSpec:
     """The same text is not read again at every connection. ValueError."""
     return RunSpec.model_validate_json(run_json)
+
+
+def _check_base(before: BaseFiles | None, now: BaseFiles | None) -> None:
+    """Refused where the model below the adapters is another one than this worker has loaded."""
+    if before != now:
+        names = [base.digest if base is not None else "none" for base in (before, now)]
+        raise Refused(
+            f"the coordinator now names the base model {names[1]} and this worker trains adapters on {names[0]}; ask "
+            "whoever runs it, and join again if that is meant"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +198,8 @@ class Agent:
         spec = read_welcome(await connection.call("Welcome", request.SerializeToString()))
         if self.spec is not None and spec.run_id != self.spec.run_id:
             raise Refused(f"the coordinator now serves run {spec.run_id} and this worker joined {self.spec.run_id}")
+        if self.spec is not None:
+            _check_base(self.spec.base, spec.base)
         allowed = {digest for _, digest in self.introduction.strategies}
         if spec.strategy_digest and spec.strategy_digest not in allowed:
             raise Refused(

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from potluck.clock import Clock, Executor
+from potluck.data.config import ReadOptions
 from potluck.storage.digest import check_digest
 from potluck.strategies.registry import install_tasks
 from potluck.strategies.run import RunSpec
 from potluck.worker.base import fetch_base
+from potluck.worker.canaries import CanaryWatch
 from potluck.worker.gate import Gate
 from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
@@ -50,6 +52,8 @@ async def equip(
     """
     note = note if spec.privacy is None else told
     run_folder = await files.run(RunFolder, folder / "runs" / spec.run_id)
+    if spec.adapter is not None:
+        await files.run(run_folder.keep_description, spec.model_dump_json())
     tokenizer = None
     if spec.tokenizer_object:
         digest = check_digest(spec.tokenizer_object)
@@ -67,7 +71,10 @@ async def equip(
         replica = TorchReplica(
             spec, device=device, num_threads=num_threads, max_memory_bytes=max_memory_bytes, base=base, private=private
         )
-        return Trainer(replica, run_folder, note, now=clock.now, snapshot_every_steps=spec.snapshot_every_steps)
+        return Trainer(
+            replica, run_folder, note, now=clock.now, snapshot_every_steps=spec.snapshot_every_steps,
+            batch_size=spec.inner.batch_size, canaries=canaries,
+        )  # fmt: skip
 
     sources = await files.run(
         lambda: prepare_sources(
@@ -76,6 +83,11 @@ async def equip(
     )
     gate = gate or Gate()
     gate.admit_data(sources.own)
+    canaries: CanaryWatch | None = None
+    if sources.own is not None and (wanted := gate.policy.canaries) is not None:
+        own, options = sources.own, ReadOptions.model_validate(spec.data_options)
+        canaries = await files.run(lambda: CanaryWatch.open(own, wanted, options, run_folder.root, told))
+        sources.canaries = canaries.canaries
     num_records = sources.own.num_sequences if sources.own is not None else 0
     private = await files.run(
         lambda: PrivateTraining.open(spec, folder, num_records=num_records, has_begun=run_folder.has_states)

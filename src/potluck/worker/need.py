@@ -9,6 +9,7 @@ from potluck.models.build import skeleton
 from potluck.models.device import Hardware, free_and_total_memory
 from potluck.models.loss import CHUNK_BYTES, MAX_WHOLE_BYTES
 from potluck.planner.memory import ModelDims, TrainingMemory, check_fits, training_memory
+from potluck.strategies.merging import max_share
 from potluck.strategies.run import RunSpec
 from potluck.types.errors import ResourceError
 from potluck.types.params import Layout, type_bytes
@@ -27,8 +28,18 @@ def replica_memory(spec: RunSpec, num_params: int, *, precision: str, num_restin
         checkpoints_activations=spec.inner.checkpoint_activations,
         kept_vectors=spec.kept_vectors,
         max_logits_bytes=max(MAX_WHOLE_BYTES, CHUNK_BYTES),
-        base_bytes=_base_bytes(spec) + type_bytes * num_resting + _copies_bytes(spec, num_params),
+        base_bytes=(
+            _base_bytes(spec)
+            + type_bytes * num_resting
+            + _copies_bytes(spec, num_params)
+            + _stack_bytes(spec, num_resting)
+        ),
     )
+
+
+def _stack_bytes(spec: RunSpec, num_resting: int) -> int:
+    """At most, of the factors of what rounds merged, while they are added up."""
+    return int(max_share * type_bytes * num_resting) if spec.merges_adapters else 0
 
 
 def _copies_bytes(spec: RunSpec, num_params: int) -> int:

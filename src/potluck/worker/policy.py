@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from potluck.data.canaries import CanaryConfig
 from potluck.storage.digest import check_digest
 from potluck.strategies.privacy import guarantee
 from potluck.strategies.registry import shipped
@@ -77,6 +78,10 @@ class Policy(BaseModel):
     privacy: PrivacyPolicy | None = Field(
         default=None, description="the differential privacy that a run must guarantee each record of yours"
     )
+    canaries: CanaryConfig | None = Field(
+        default=None, description="random secrets planted among your training data: how well models know them is told "
+        "to you, and to nobody else",
+    )  # fmt: skip
 
     @field_validator("strategies")
     @classmethod
@@ -110,7 +115,10 @@ class Policy(BaseModel):
 
     def objections(self, spec: RunSpec, tasks: Iterable[TaskFunction]) -> list[str]:
         """Why a run with these tasks may not begin here, a sentence for each reason."""
-        found = (self._of_strategy(spec), self._of_base(spec), self._of_fields(tasks), self._of_privacy(spec))
+        found = (
+            self._of_strategy(spec), self._of_base(spec), self._of_fields(tasks), self._of_privacy(spec),
+            self._of_canaries(spec),
+        )  # fmt: skip
         return [why for why in found if why]
 
     def allows_strategy(self, name_or_digest: str) -> bool:
@@ -151,6 +159,14 @@ class Policy(BaseModel):
         if given.epsilon <= wanted.max_epsilon and given.delta <= wanted.delta:
             return ""
         return f"{asked} and the run guarantees epsilon {given.epsilon:g} at delta {given.delta:g}"
+
+    def _of_canaries(self, spec: RunSpec) -> str:
+        is_validated = spec.privacy is None and spec.data_options.get("validation") != 0
+        if self.canaries is None or spec.data_access != "private" or is_validated:
+            return ""
+        return (
+            "the policy's canaries are measured when a run validates, and this one holds out none of its owners' text"
+        )
 
     # What may leave
 
@@ -195,6 +211,7 @@ def load_policy(path: Path) -> Policy:
         return Policy.model_validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         known = [*Policy.model_fields, *(f"privacy.{name}" for name in PrivacyPolicy.model_fields)]
+        known += [f"canaries.{name}" for name in CanaryConfig.model_fields]
         raise PotluckError(f"the policy {path}: {sentence(error, '', known, page='docs/policy.md')}") from error
 
 

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ class TorchReplica:
         self.device = torch.device(device)
         self.precision = choose_precision(spec.precision, self.device, hardware=hardware)
         self.on_step: Callable[[StepInfo], None] = lambda _: None
+        self.on_evaluating: Callable[[], None] = lambda: None  # hears once of each model that a task evaluates
+        self._is_announced = False
         self._inner, self._seq_len, self._seed, self._now = spec.inner, spec.seq_len, spec.seed, now
         layout, vocab_size = read_shape(spec)
         self.adapter_rank = fitting_rank(
@@ -137,6 +140,7 @@ class TorchReplica:
         """
         self._source, self._left_over, self._is_cut_short = iter(source), None, is_cut_short
         self._steering = self._loaded = None
+        self._is_announced = False
         self._beta = 0.0
         self.train_only(())
         self.use_rank(0)
@@ -211,6 +215,7 @@ class TorchReplica:
     def load(self, theta: Vector | Tensor) -> None:
         self.begins_from(theta)
         self._flat.load(theta)
+        self._is_announced = False
 
     def begins_from(self, theta: Vector | Tensor) -> None:
         """What the parameters were before the steps that they have had, where they are not loaded from it."""
@@ -240,6 +245,11 @@ class TorchReplica:
     def use_rank(self, rank: int) -> None:
         if self._adapter is None or rank == self._rank:
             return
+        if rank not in (0, *self._adapter.ranks):
+            raise Refused(
+                f"the coordinator asks for adapters of rank {rank} and the run has them of rank "
+                f"{', '.join(map(str, self._adapter.ranks))}; check its version"
+            )
         from potluck.models.adapters import set_scale
 
         set_scale(self._flat.module, self._adapter.scale_of(rank or self._adapter.rank))
@@ -350,12 +360,26 @@ class TorchReplica:
 
     def evaluate(self, tokens: Tensor) -> Loss:
         self._require_public("losses")
+        if not self._is_announced:
+            self._is_announced = True
+            self.on_evaluating()
         loss_sum = 0.0
         for batch in tokens.split(self._inner.batch_size):
             self._stop_if_cancelled()
             given = self._on_device(batch)
             loss_sum += self._evaluate_pairs(given) if self._takes_pairs else float(self._loss.evaluate(given))
         return Loss(loss_sum, num_predicted(tokens))
+
+    @torch.no_grad()
+    def sequence_losses(self, rows: Tensor) -> list[float]:
+        """Of each row, or pair, the loss summed over what is predicted, without dropout. Not for tasks.
+
+        rows: int64 [batch, length], of pairs [batch, 2, length]; tokens that are not predicted are complements.
+        """
+        self._stop_if_cancelled()
+        given = self._on_device(rows)
+        with _evaluating(self._flat.module):
+            return (self._pair_losses(given) if self._takes_pairs else self._loss.of_sequences(given)).tolist()
 
     # How
 
@@ -385,14 +409,9 @@ class TorchReplica:
 
     @torch.no_grad()
     def _evaluate_pairs(self, pairs: Tensor) -> float:
-        module = self._flat.module
-        training = module.training
-        module.eval()
-        try:
+        with _evaluating(self._flat.module):
             num_tokens = (pairs[..., 1:] >= 0).sum(dim=(1, 2))
             return float((self._pair_losses(pairs).double() * num_tokens).sum())
-        finally:
-            module.train(training)
 
     def _chance(self, *of: int) -> int:
         """A seed: a function of the run, the step and its data, of which nothing needs to be kept."""
@@ -462,6 +481,17 @@ def read_shape(spec: RunSpec) -> tuple[Layout, int]:
     if not isinstance(vocab_size, int) or vocab_size < 1 or not layout.numel:
         raise ModelError(f"the coordinator sent a model with a vocabulary of {vocab_size!r}; check its version")
     return layout, vocab_size
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Without dropout."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
 
 
 def _check_predicted(num_tokens: int) -> None:

@@ -549,7 +549,7 @@ class Runner:
 
         def tensors(digest: Digest) -> Mapping[str, Tensor]:
             with Bundle.open(self.folder.objects.path(digest)) as bundle:
-                return bundle.read_all()
+                return bundle.read_all(at_most=self.trainer.layout.numel)
 
         def inline(index: int) -> Tensor:
             found = operands.get(str(index))

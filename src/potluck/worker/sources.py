@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from potluck.data.canaries import Canaries
 from potluck.data.config import ReadOptions
 from potluck.data.listed import ListedFiles
 from potluck.data.prepare import prepare_private
@@ -65,12 +66,14 @@ class Fed:
 
 @dataclass(kw_only=True)
 class Sources:
-    """Built once for a run (`equip`). `own` is set for private data, `listed` for listed files."""
+    """Built once for a run (`equip`). `own` is set for private data, `listed` for listed files; `canaries` are trained
+    on with `own`."""
 
     spec: RunSpec
     objects: ObjectStore
     own: PreparedData | None = None
     listed: ListedFiles | None = None
+    canaries: Canaries | None = None
     _own_read: Fed | None = None  # what the task opened last reads of the owner's own text
     random_bytes: RandomBytes = os.urandom  # that samples of private records are drawn by
     _shards_read: dict[Digest, None] = field(default_factory=dict[Digest, None])  # the last one read is last
@@ -96,8 +99,8 @@ class Sources:
 
     def num_examples(self, *, num_unused: int) -> int | None:
         """Of the owner's own text, the different sequences that the last task has read, less those that it read and
-        did not use. None where it read none of it. With privacy all of it: each could have been in a sample, and how
-        many were is not to be known.
+        did not use; canaries are none of them. None where it read none of it. With privacy all of it: each could have
+        been in a sample, and how many were is not to be known.
         """
         read = self._own_read
         if read is None:
@@ -106,7 +109,8 @@ class Sources:
             return read.listed.num_different - num_unused
         if self.spec.privacy is not None and self.own is not None:
             return self.own.num_sequences
-        return (read.num_sequences if read.private is None else read.private.num_different) - num_unused
+        num_read = read.num_sequences if read.private is None else read.private.num_different
+        return max(0, num_read - num_unused)
 
     @contextmanager
     def open(self, lease: pb.Lease) -> Iterator[Fed]:
@@ -135,9 +139,10 @@ class Sources:
         if lease.held_out:
             parts = [self._open_shard(s.path) for s in self.own.validation]
             return Fed(batch for part in parts for batch in held_out_batches(part, batch_size))
+        planted = self.canaries.shards if self.canaries is not None else ()
         private = PrivateSource(
-            self.own.shards, seq_len=self.spec.seq_len, seed=self.spec.seed, batch_size=batch_size,
-            rows_per_record=self.spec.rows_per_record,
+            (*self.own.shards, *planted), seq_len=self.spec.seq_len, seed=self.spec.seed, batch_size=batch_size,
+            rows_per_record=self.spec.rows_per_record, num_planted=sum(shard.num_sequences for shard in planted),
         )  # fmt: skip
         return Fed(private, private)
 

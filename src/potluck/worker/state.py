@@ -3,6 +3,8 @@
     STATE/lock              held by the one process that uses the folder
     STATE/identity/         key and certificate (transport/security)
     STATE/privacy/RUN.json  what it has spent of its owner's privacy (worker/privacy_ledger.py)
+    STATE/runs/RUN/run.json      what the run is, where it trains adapters (worker/own_model.py)
+    STATE/runs/RUN/canaries/     secrets among its owner's data, and how exposed they are (worker/canaries.py)
     STATE/runs/RUN/objects/      what it downloaded and will upload
     STATE/runs/RUN/local/VERSION.safetensors   inner optimizer, data position: one file a version
     STATE/runs/RUN/local/VERSION.residual      what codecs lost so far (worker/feedback.py), fp32; of parts of the
@@ -35,6 +37,7 @@ from potluck.types.errors import CorruptError, ResourceError
 from potluck.types.ids import LeaseId
 from potluck.worker.snapshots import SnapshotFile
 
+DESCRIPTION = "run.json"
 _others_unfinished = ".tmp*"
 """Files that safetensors is writing: a state may be saved while others are dropped."""
 _is_residual = re.compile(r"\.residual[0-9]*")
@@ -53,6 +56,10 @@ class RunFolder:
         for folder in (root, self._local):
             remove_unfinished(folder)
         remove_files(self._local.glob(_others_unfinished))
+
+    def keep_description(self, spec_json: str) -> None:
+        """What is needed beside a state to make a model of it. ResourceError on a full disk."""
+        write_atomic(self.root / DESCRIPTION, spec_json.encode())
 
     @property
     def has_states(self) -> bool:

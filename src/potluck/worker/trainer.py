@@ -11,6 +11,7 @@ from torch import Tensor
 from potluck.protocol import pb
 from potluck.types.errors import CorruptError
 from potluck.types.params import Layout
+from potluck.worker.canaries import CanaryWatch
 from potluck.worker.replica import StepInfo, TorchReplica
 from potluck.worker.resumable import ResumableReplica
 from potluck.worker.snapshots import Pace, Snapshot, task_name
@@ -35,8 +36,10 @@ class Trainer:
 
     def __init__(
         self, replica: TorchReplica, folder: RunFolder, note: Callable[[str], None], *,
-        now: Callable[[], float] = time.perf_counter, snapshot_every_steps: int = 0,
+        now: Callable[[], float] = time.perf_counter, snapshot_every_steps: int = 0, batch_size: int = 1,
+        canaries: CanaryWatch | None = None,
     ) -> None:  # fmt: skip
+        self._canaries, self._batch_size = canaries, batch_size
         self._replica, self._folder, self._note, self._now = replica, folder, note, now
         self._pace = Pace(now, every_steps=snapshot_every_steps)
         self._task = ""  # the last pinned one
@@ -90,6 +93,7 @@ class Trainer:
         self._resumable = None
         batches = self._counted(source)
         self._replica.feed(batches, is_cut_short)
+        self._replica.on_evaluating = self._watching(lease)
         if not pinned:
             return self._replica
         if self._replica.private is not None:
@@ -108,6 +112,17 @@ class Trainer:
             note=self._note, found=found, stop_after=stop_after,
         )  # fmt: skip
         return self._resumable
+
+    def _watching(self, lease: pb.Lease) -> Callable[[], None]:
+        """What is to be done with each model that the task evaluates: where it validates, look for the canaries."""
+        if self._canaries is None or not lease.held_out:
+            return lambda: None
+
+        def losses(rows: Tensor) -> list[float]:
+            self.num_batches += 1  # it is at work
+            return self._replica.sequence_losses(rows)
+
+        return self._canaries.watching(lease.round, losses, batch_size=self._batch_size)
 
     def _snapshot(self, task: str) -> tuple[Snapshot, dict[str, Tensor]] | None:
         try:

@@ -12,7 +12,7 @@ worker's code is that of all of them:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,11 @@ def _arguments(lease: pb.Lease, objects: ObjectStore, layout: Layout) -> Iterato
             own = layout_of(bundle, layout)
             return Vector.of(bundle.flat_slice(WHOLE, own, 0, own.numel))
 
-    def none(_: object) -> Any:
-        raise NotImplementedError(f"{lease.task} takes tensors; teach the reference to read them")
+    def tensors(digest: Digest) -> Mapping[str, Tensor]:
+        with Bundle.open(objects.path(digest)) as bundle:
+            return bundle.read_all()
 
-    yield decode_arguments(json.loads(lease.arguments_json), params=params, tensors=none, inline=none)
+    def none(_: object) -> Any:
+        raise NotImplementedError(f"{lease.task} takes inline tensors; teach the reference to read them")
+
+    yield decode_arguments(json.loads(lease.arguments_json), params=params, tensors=tensors, inline=none)

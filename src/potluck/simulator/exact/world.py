@@ -38,7 +38,9 @@ from potluck.types.ids import WorkerId
 from potluck.types.profile import DeviceProfile
 from potluck.worker.agent import Agent, Introduction
 from potluck.worker.equip import equip
+from potluck.worker.gate import Gate
 from potluck.worker.link import Link
+from potluck.worker.policy import Policy
 from potluck.worker.runner import Runner
 
 finished = "the run is finished"
@@ -54,6 +56,7 @@ class Host:
     passed: Callable[[float, float], None]
     max_memory_bytes: int = 0
     data: Sequence[Path] = ()
+    policy: Policy | None = None
     life: Life | None = None
     task: asyncio.Task[None] | None = None
     agent: Agent | None = None
@@ -248,13 +251,14 @@ class World:
         passed: Callable[[float, float], None] = lambda _began, _ended: None,
         max_memory_bytes: int = 0,
         data: Sequence[Path] = (),
+        policy: Policy | None = None,
     ) -> None:
         """A new worker machine, switched on. `passed` hears when the time of its work passed; it has as much memory as
-        this one unless that is said, and `data` are files of its own."""
+        this one unless that is said, and `data` are files of its own, `policy` its owner's."""
         id = WorkerId(name)
         self.hosts[id] = Host(
             id=id, link=link or NetworkLink(), cost_s=cost_s, passed=passed, max_memory_bytes=max_memory_bytes,
-            data=data,
+            data=data, policy=policy,
         )  # fmt: skip
         self.switch_on(id)
 
@@ -262,6 +266,8 @@ class World:
         host = self.hosts[id]
         life, clock = self._begin(id), MachineClock(self, id)
         host.life = life
+        has_policy = host.policy is not None
+        gate = Gate(clock=clock, files=self._executor(life), policy=host.policy) if has_policy else Gate()
 
         async def connect() -> Connection:
             return Tap(await self.network.connect(Peer(id=id), host.link), self, life, id)
@@ -272,12 +278,12 @@ class World:
                 files=self._executor(life), note=agent.note, told=host.notes.append,
                 max_memory_bytes=host.max_memory_bytes,
                 make=partial(ModelledRunner, cost_s=host.cost_s, passed=host.passed),
-                data=host.data, base_share_dir=self._base_share_dir,
+                data=host.data, base_share_dir=self._base_share_dir, gate=gate,
             )  # fmt: skip
 
         agent = host.agent = Agent(
             Introduction(id=id, profile=DeviceProfile(device="cpu"), process=str(self._lives[id])), connect=connect,
-            equip=equipped, clock=clock, told=host.notes.append,
+            equip=equipped, clock=clock, told=host.notes.append, gate=gate,
         )  # fmt: skip
         host.task = life.spawn(agent.work())
 
