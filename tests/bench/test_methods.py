@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
-from typing import Never
+from typing import Any, Never
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from potluck.bench.methods import (
     reference,
 )
 from potluck.bench.records import Records
-from potluck.types.errors import PotluckError
+from potluck.types.errors import PotluckError, ResourceError
 
 
 def trained(loss: float, up: float, down: float = 1.0) -> Trained:
@@ -88,6 +90,74 @@ def test_runs_that_were_recorded_are_not_done_again(tmp_path: Path) -> None:
     assert again.get(jobs[1].settings) is None and again.get(replace(jobs[0], lr=2e-3).settings) is None
     again.add(jobs[1].settings, done)
     assert list(again.completed(NoPool(), pytest.fail, jobs, told=pytest.fail)) == jobs
+
+
+whole = {
+    "loss": 3.0, "first_loss": 4.0, "tokens": 1, "bytes_up_per_worker": 1.0, "bytes_down_per_worker": 1.0, "curve": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe\x00\x01", b"[]", b"7", b"null", b"[" * 100_000, b'{"result": 1, "settings": {}}',
+        json.dumps({"result": whole}).encode(), json.dumps({"settings": {}}).encode(),
+        json.dumps({"settings": {}, "result": {**whole, "loss": "low"}}).encode(),
+        json.dumps({"settings": {}, "result": {**whole, "loss": None}}).encode(),
+        json.dumps({"settings": {}, "result": {**whole, "params": 1}}).encode(),
+        json.dumps({"settings": {}, "result": {**whole, "curve": [1]}}).encode(),
+        json.dumps({"settings": {}, "result": {**whole, "curve": [{"seconds": 1, "bytes_per_worker": []}]}}).encode(),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_run_does_not_count(line: bytes, tmp_path: Path) -> None:
+    good = {"settings": {"lr": 1}, "result": whole}
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(line + b"\n" + json.dumps(good).encode() + b"\n")
+    found = Records(path)
+    assert found.get({}) is None
+    kept = found.get({"lr": 1})
+    assert kept is not None and kept.loss == 3.0
+
+
+def test_a_file_that_cannot_keep_runs_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"cannot keep runs \(Is a directory\); give another file to --record"):
+        bench_methods(record=str(tmp_path))
+
+
+def test_a_run_is_not_lost_to_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, told = tmp_path / "runs.jsonl", list[str]()
+    records = Records(path, told=told.append)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "open", lambda *_, **__: open("/dev/full", "w"))  # noqa: SIM115
+        records.add({"lr": 1}, trained(3.0, 8.0))
+    assert records.get({"lr": 1}) is not None
+    assert told == [f"{path} does not take a run that is done (No space left on device); free some space"]
+    records.add({"lr": 2}, trained(3.0, 8.0))
+    again = Records(path)
+    assert again.get({"lr": 1}) is None and again.get({"lr": 2}) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"steps": 1}, "--steps is 1 .* give 2 or more"),
+        ({"picture": "/nowhere/at/all.svg"}, "--picture is /nowhere/at/all.svg, whose folder is not there"),
+        ({"fleet": "six_sites"}, "six_sites"),
+    ],
+)
+def test_what_a_long_bench_cannot_do_is_known_before_it_trains(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(PotluckError, match=sentence):
+        bench_methods(**options)
+
+
+def test_runs_too_short_to_send_anything_have_no_ratios() -> None:
+    found: Found = {
+        (reference, 2): [trained(4.0, 800.0, 80.0)], (reference, 1): [trained(4.0, 400.0, 40.0)],
+        ("diloco", 2): [trained(3.9, 0.0, 0.0)], ("diloco", 1): [trained(4.0, 0.0, 0.0)],
+    }  # fmt: skip
+    figures = _figures("diloco", found, 2, 1e-3)
+    for name in ("progress", "fewer_bytes_up", "fewer_bytes_down"):
+        assert math.isnan(figures[name])
 
 
 class NoPool(Executor):

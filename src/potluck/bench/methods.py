@@ -13,6 +13,7 @@ first. Bytes are those by which its longer run has more, which no worker's first
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 import time
@@ -215,13 +216,19 @@ def bench_methods(
     bytes of the recipe `five_sites`; `picture` is where an SVG is written: loss against time, and against bytes. Runs
     that the file `record` has are not done again, and it takes in those that are done."""
     num_steps, began = steps or sizes.num_steps, time.monotonic()
+    if num_steps < 2:
+        raise PotluckError("--steps is 1 and runs of half as many are done too; give 2 or more")
+    if picture and not Path(picture).parent.is_dir():
+        raise PotluckError(f"--picture is {picture}, whose folder is not there; make it, or give another file")
+    if fleet:
+        load_fleet(fleet)  # what is wrong with it is known before anything is trained
     chosen = {name.strip() for name in only.split(";")} if only else set(methods)
     if unknown := chosen - set(methods):
         raise PotluckError(f"there is no method {', '.join(sorted(unknown))}; there are {'; '.join(methods)}")
     names = [name for name in methods if name in chosen or name in (reference, plain_reference, alone)]
     best: dict[str, float] = {}
     found: dict[tuple[str, int], list[Trained]] = {}
-    records, place = Records(Path(record) if record else None), scratch_place(needed_bytes)
+    records, place = Records(Path(record) if record else None, told=told), scratch_place(needed_bytes)
     with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=place) as folder, job_pool(processes) as pool:
 
         def complete(jobs: Sequence[Job]) -> dict[Job, Trained]:
@@ -245,7 +252,11 @@ def bench_methods(
             for each, trained in complete(whole).items():
                 found.setdefault((each.method, num_steps), []).append(trained)
     if picture:
-        Path(picture).write_text(charts_svg(_charts({name: found[name, num_steps][0] for name in names})))
+        drawn = charts_svg(_charts({name: found[name, num_steps][0] for name in names}))
+        try:
+            Path(picture).write_text(drawn, encoding="utf-8")
+        except OSError as error:
+            told(f"{picture} cannot be written ({error.strerror}); the figures follow without it")
     figures: dict[str, Any] = {"seeds": seeds, "steps": num_steps, "seconds": round(time.monotonic() - began)}
     for name in names:
         figures |= {
@@ -302,7 +313,7 @@ def _figures(name: str, found: Found, num_steps: int, lr: float) -> dict[str, An
     progress = [_progress(own, best) for own, best in zip(whole, found[base, num_steps], strict=True)]
     before = _progress(half[0], found[base, num_steps // 2][0])
     up, down = (
-        _later(found, reference, num_steps, way) / _later(found, name, num_steps, way)
+        _over(_later(found, reference, num_steps, way), _later(found, name, num_steps, way))
         for way in ("bytes_up_per_worker", "bytes_down_per_worker")
     )
     return {
@@ -326,7 +337,12 @@ def _later(found: Found, name: str, num_steps: int, way: str) -> float:
 
 
 def _progress(own: Trained, best: Trained) -> float:
-    return (own.first_loss - own.loss) / (best.first_loss - best.loss)
+    return _over(own.first_loss - own.loss, best.first_loss - best.loss)
+
+
+def _over(number: float, other: float) -> float:
+    """nan where the other is 0: of runs so short that nothing was sent, or gained, in them."""
+    return number / other if other else math.nan
 
 
 def _charts(trained: Mapping[str, Trained]) -> list[Chart]:
