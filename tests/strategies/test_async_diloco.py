@@ -193,6 +193,28 @@ def test_weights_fall_with_staleness(kind: Any, expected: list[float]) -> None:
     assert [strategy.weight(tau) for tau in (0, 1, 2, 5)] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("kind", ["polynomial", "hinge"])
+def test_however_stale_an_update_has_a_weight(kind: Any) -> None:
+    strategy = AsyncDiLoCo(AsyncDiLoCoConfig(staleness=kind, staleness_rate=1e306, staleness_free=1))
+    assert strategy.weight(0) == 1.0 and 0.0 < strategy.weight(10**4) <= 1e-30
+
+
+def test_commits_of_more_updates_than_workers_keep_to_the_budget() -> None:
+    """Eight updates of two workers: what is left is dealt to eight, and the run ends with it."""
+    fleet, granted = scripted(2), list[int]()
+    fleet.facts = replace(fleet.facts, budget=Budget(tokens=fleet.facts.tokens_per_step(80)))
+
+    async def gather(offer: Callable[[WorkerInfo], BoundTask | None], **_: Any) -> tuple[Reply, ...]:
+        offered = [task for w in fleet.here if (task := offer(w)) is not None]
+        granted.extend(task.num_sequences // 2 for task in offered)
+        return (Reply(worker=WorkerId("w1"), key="w1#1", scalars={"num_tokens": 10, "loss_sum": 20.0}),)
+
+    fleet.gather = gather
+    strategy = AsyncDiLoCo(AsyncDiLoCoConfig(num_inner_steps=100, updates_per_commit=8))
+    asyncio.run(strategy.run_round(strategy.init(fleet.run), fleet))  # pyright: ignore[reportArgumentType]
+    assert granted == [10, 10]
+
+
 def test_slower_workers_are_given_fewer_steps() -> None:
     assert [dynamic_steps(40, worker("x", s), 1.0) for s in (4.0, 2.0, 1.0)] == [10, 20, 40]
     assert dynamic_steps(40, worker("x", 3.0), 1.0) == 13

@@ -59,10 +59,17 @@ def test_layers_are_strided_and_the_rest_fills_up_the_smallest() -> None:
     assert fragments(Layout.of(shapes), 1) == ((),)
 
 
-def test_more_fragments_than_layers_are_refused() -> None:
-    layout = Layout.of([("h.0.w", [4]), ("h.1.w", [4])])
-    with pytest.raises(RecipeError, match="num_fragments is 3 and this model has layers for 2"):
-        fragments(layout, 3)
+@pytest.mark.parametrize(("num_layers", "number"), [(2, 3), (3, 10**12)])
+def test_more_fragments_than_layers_are_refused(num_layers: int, number: int) -> None:
+    layout = Layout.of([(f"h.{i}.w", [4]) for i in range(num_layers)])
+    with pytest.raises(RecipeError, match=f"num_fragments is {number} and this model has layers for {num_layers}"):
+        fragments(layout, number)
+
+
+def test_a_fragment_without_a_layer_is_refused() -> None:
+    layout = Layout.of([("h.0.w", [4]), ("h.2.w", [4])])
+    with pytest.raises(RecipeError, match="num_fragments is 2 and this model has layers for 1; lower it"):
+        fragments(layout, 2)
 
 
 @pytest.mark.parametrize(

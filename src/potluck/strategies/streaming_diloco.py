@@ -46,8 +46,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from potluck.optim.outer import nesterov
-from potluck.strategies.fleet import Fleet, Reduction, weighted_mean
-from potluck.strategies.local_steps import STEP_NUMBERS, summed_steps
+from potluck.strategies.fleet import Fleet, Reduction, share_of, weighted_mean
+from potluck.strategies.local_steps import STEP_NUMBERS, most_steps, summed_steps
 from potluck.strategies.replica import Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
@@ -65,7 +65,9 @@ _layer = re.compile(r"(?:^|\.)(?:h|layers?|blocks?)\.(\d+)\.")
 class StreamingDiLoCoConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_inner_steps: int = Field(default=96, ge=1, description="H: inner steps between two exchanges of one fragment")
+    num_inner_steps: int = Field(
+        default=96, ge=1, le=most_steps, description="H: inner steps between two exchanges of one fragment"
+    )
     num_fragments: int = Field(
         default=4, ge=1, description="P: parts of the model that are exchanged in turn; divides H"
     )
@@ -182,7 +184,7 @@ class StreamingDiLoCo:
         here = [worker for worker, (first, _) in members.items() if first <= now]
         got = await fleet.collect(
             [_key(now, is_end=False), _key(now, is_end=True)] if self._rest else [_key(now, is_end=True)],
-            min_replies=math.ceil(config.min_reply_fraction * len(here)),
+            min_replies=share_of(config.min_reply_fraction, len(here)),
             reduce=self._mean(state, run, now),
         )
         part = self._fragment(run, now)
@@ -332,6 +334,11 @@ def fragments(layout: Layout, num_fragments: int) -> tuple[tuple[int, ...], ...]
     """The tensors of each fragment, by their places in the layout; () for all of them. RecipeError for too many."""
     if num_fragments == 1:
         return ((),)
+    if num_fragments > len(layout.tensors):
+        raise RecipeError(
+            f"strategy.num_fragments is {num_fragments} and this model has layers for {len(layout.tensors)} at most; "
+            "lower it"
+        )
     dealt: list[list[int]] = [[] for _ in range(num_fragments)]
     outside: list[int] = []
     for number, tensor in enumerate(layout):
