@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from potluck.coordinator.events import Event
 from potluck.coordinator.plan import ValidationConfig
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.leases import OpenLease
+from potluck.protocol import pb
 from potluck.simulator.exact.invariants import Witness
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
@@ -332,6 +333,29 @@ def test_nothing_counts_that_follows_a_refused_update(overlap: int, restart: str
     assert len(took_part) == 8 and took_part[-1] == "w1,w2,w3"
 
 
+def test_a_task_that_fails_is_held_against_its_worker_once_with_all_that_follows_it(tmp_path: Path) -> None:
+    """Their results come in one report: what follows has not the state that was not made."""
+
+    async def main() -> list[str]:
+        played = SlowLink(6, tmp_path)
+        await played.world.start()
+        while played.world.run is None or played.world.run.state is None or played.world.run.state.round < 2:
+            await played.world.clock.sleep(0.01)
+        run, w2 = played.world.run, WorkerId("w2")
+        member, failed = run.roster.members[w2], [x.message for x in run.fleet.book.of(w2)]
+        assert len(failed) > 1
+        run.intake.report(member, pb.Report(results=[
+            pb.TaskResult(round=x.round, attempt=x.attempt, key=x.key, error="no", lacks_state=x is not failed[0])
+            for x in failed
+        ]))  # fmt: skip
+        await played.world.clock.sleep(0.005)
+        assert member.strikes == 1 and not run.fleet.book.of(w2)
+        assert "lacks/w2" not in run.fleet.ahead.work.attempt.decisions
+        return await played.took_part()
+
+    assert run_virtual(main())[-1] == "w1,w2,w3"
+
+
 @pytest.mark.parametrize("restart", [False, True], ids=["none", "once it was handed out"])
 def test_nothing_is_handed_out_after_work_that_was_lost_meanwhile(restart: bool, tmp_path: Path) -> None:
     """ "3b" is lost while "4b" is being handed out, which follows it."""
@@ -343,11 +367,11 @@ def test_nothing_is_handed_out_after_work_that_was_lost_meanwhile(restart: bool,
         assert run is not None
         specs, issue = run.fleet.encoding.specs, run.ledger.issue
 
-        async def losing(task: str, units: Mapping[WorkerId, float]) -> dict[WorkerId, str]:
+        async def losing(task: str, units: Mapping[WorkerId, float], part: Sequence[int]) -> dict[WorkerId, str]:
             if run.state is not None and run.state.round == 3 and not played.num_lost:
                 (lease,) = (x for x in run.fleet.book.of(WorkerId("w2")) if x.message.key.startswith("3b/"))
                 await run.fleet.lose(lease, "its worker has no more time")
-            return await specs(task, units)
+            return await specs(task, units, part)
 
         def issued(round: int, attempt: int, leases: Iterable[LeaseRow], deal: Any) -> None:
             rows = list(leases)
