@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,6 +14,7 @@ from contract import references
 from pydantic import ValidationError
 from worlds import virtual_world
 
+from potluck.aggregation.config import AggregationConfig, Rule
 from potluck.clock import run_virtual
 from potluck.contract import checks
 from potluck.coordinator.events import Event
@@ -25,7 +27,7 @@ from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
 from potluck.storage.ledger import LeaseRow
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
-from potluck.strategies.fleet import Fleet
+from potluck.strategies.fleet import Fleet, WorkerInfo
 from potluck.strategies.streaming_diloco import (
     StreamingDiLoCo,
     StreamingDiLoCoConfig,
@@ -34,9 +36,10 @@ from potluck.strategies.streaming_diloco import (
 )
 from potluck.strategies.task import BoundTask
 from potluck.transport.memory import Link
-from potluck.types.errors import RecipeError, Refused
+from potluck.types.errors import RecipeError, Refused, RoundFailed
 from potluck.types.ids import WorkerId
-from potluck.types.params import Layout
+from potluck.types.params import Layout, Params
+from potluck.types.profile import DeviceProfile
 
 
 def streaming(**settings: object) -> StreamingDiLoCo:
@@ -214,6 +217,39 @@ def test_workers_of_unequal_weight_equal_a_plain_loop(eager: bool, overlap: int,
     assert len(got.kept[WorkerId("w1")]) == (3 if eager else 2)
     # Half of the model is sent at a time.
     assert StreamingDiLoCo(config).kept_vectors == (3.5 if eager else 2.0)
+
+
+def entering(rule: Rule, *workers: WorkerInfo, round: int = 4) -> dict[WorkerId, tuple[int, int]]:
+    """Who takes part in round 4, in which w1 to w4 were training, each with where it enters and since when."""
+    members = {WorkerId(f"w{i}"): (0, 0) for i in range(1, 5)}
+    nothing = Params(())
+    state = StreamingDiLoCoState(params=nothing, momentum=nothing, members=members, round=round)
+    fleet = SimpleNamespace(
+        run=SimpleNamespace(aggregation=AggregationConfig(rule=rule)), workers=lambda: workers
+    )  # of which no more is asked
+    strategy = streaming(num_inner_steps=8, num_fragments=2, overlap_steps=4)
+    return strategy._members(state, cast(Fleet, fleet))  # pyright: ignore[reportPrivateUsage]
+
+
+def here(name: str, **how: bool) -> WorkerInfo:
+    return WorkerInfo(id=WorkerId(name), profile=DeviceProfile(device="cpu"), **how)
+
+
+def test_who_joins_enters_where_the_others_are_next() -> None:
+    working, new = [here(f"w{i}", under_way=True, holds_state=True) for i in range(1, 5)], here("w5")
+    assert entering("mean", *working, new) == {**dict.fromkeys(["w1", "w2", "w3", "w4"], (0, 0)), "w5": (5, 4)}
+    assert entering("median", *working, new)["w5"] == (5, 4)  # it does what it can with four
+    assert entering("mean", new) == {"w5": (4, 4)}
+
+
+def test_all_enter_at_once_where_those_who_train_are_too_few_for_the_rule() -> None:
+    """Else no round would be committed, and nobody who joins ever counted: krum takes five."""
+    working = [here(f"w{i}", under_way=True, holds_state=True) for i in range(1, 5)]
+    with pytest.raises(RoundFailed, match="4 of 5 workers are training, too few for krum"):
+        entering("krum", *working, here("w5"))
+    back = [here(f"w{i}", holds_state=True) for i in range(1, 5)]  # since that round was discarded
+    assert entering("krum", *back, here("w5")) == dict.fromkeys(["w1", "w2", "w3", "w4", "w5"], (4, 4))
+    assert entering("krum", *back) == dict.fromkeys(["w1", "w2", "w3", "w4"], (0, 0))  # there are not enough anyhow
 
 
 def test_a_chain_is_gone_on_with_in_its_order_after_a_restart() -> None:

@@ -22,7 +22,8 @@ the fragment that is smallest so far, then the next. The paper strides over laye
 A worker's work is a chain of pinned tasks, begun before the rounds that collect them, so that it always has the next
 one: at most two for a segment, since a task takes up what it was given when it begins. theta_i and the theta_p of all
 fragments are part of its pinned state: a round that is discarded, or a machine that dies in the middle of a window,
-goes back to them. Who joins, or has lost its state, is given all fragments and enters where the others are next.
+goes back to them. Who joins, or has lost its state, is given all fragments and enters where the others are next; where
+those who train are too few for the rule of aggregation and with those who enter are not, all enter at once.
 
 Eager updates (Kale et al. 2025, arXiv:2502.12996; here without momentum of the worker's own): when it sends delta_i,p
 a worker does not keep theta_i,p while it waits, but takes what it expects theta_p to become,
@@ -222,9 +223,15 @@ class StreamingDiLoCo:
             place = state.members.get(worker.id)
             if place is not None and (worker.under_way or (place[0] < now and worker.holds_state)):
                 going_on[worker.id] = (place[0], place[1])
-        at_once = all(first > now for first, _ in going_on.values())
-        if going_on and at_once:
+        num_training = sum(first <= now for first, _ in going_on.values())
+        if going_on and not num_training:
             raise RoundFailed("none of those who were training is here any more")
+        rule = fleet.run.aggregation
+        if rule.fails_with(num_training) and not rule.fails_with(len(cohort)):  # there are enough if all begin at once
+            if any(worker.under_way for worker in cohort):
+                raise RoundFailed(f"{num_training} of {len(cohort)} workers are training, too few for {rule.rule}")
+            going_on, num_training = {}, 0
+        at_once = not num_training
         enters = now if at_once else now + self._num_behind + (self._rest > 0)
         return {w.id: going_on.get(w.id, (enters, now)) for w in cohort}
 
