@@ -92,6 +92,16 @@ def test_runs_that_were_recorded_are_not_done_again(tmp_path: Path) -> None:
     assert list(again.completed(NoPool(), pytest.fail, jobs, told=pytest.fail)) == jobs
 
 
+def test_a_fleet_file_that_was_edited_is_another_fleet(tmp_path: Path) -> None:
+    fleet = tmp_path / "mine.toml"
+    fleet.write_text('[[devices]]\nname = "a"\ngflops = 10\n')
+    job = Job(method="diloco", lr=1e-3, num_steps=4, seed=1, folder=tmp_path, fleet=str(fleet))
+    before = job.settings
+    assert job.settings == before
+    fleet.write_text('[[devices]]\nname = "a"\ngflops = 20\n')
+    assert job.settings != before
+
+
 whole = {
     "loss": 3.0, "first_loss": 4.0, "tokens": 1, "bytes_up_per_worker": 1.0, "bytes_down_per_worker": 1.0, "curve": [],
 }  # fmt: skip

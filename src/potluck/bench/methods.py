@@ -165,7 +165,8 @@ class Job:
     @property
     def settings(self) -> dict[str, Any]:
         """All that its result depends on."""
-        whole = f"{methods[self.method]!r} {sizes!r} {up_steps} {down_steps}".encode()
+        on_fleet = f" {load_fleet(self.fleet)!r}" if self.fleet else ""
+        whole = f"{methods[self.method]!r} {sizes!r} {up_steps} {down_steps}{on_fleet}".encode()
         return {
             "method": self.method, "lr": self.lr, "steps": self.num_steps, "seed": self.seed, "fleet": self.fleet,
             "of": hashlib.blake2b(whole, digest_size=8).hexdigest(),
