@@ -26,6 +26,9 @@ With a quorum a commit takes one update of each worker that has delivered: once 
 much longer as `grace` says, and whoever is later counts in the next commit. Workers that have delivered wait for it.
 Each commit is a cycle of its own then, N the updates in it: DiLoCo's outer step with those who replied.
 
+A rule of aggregation that bears some wrong updates bears some wrong workers only where a commit takes one update of
+each: so with any rule but the mean it does, and K is at most n.
+
 Updates count alike, whatever the tokens in them: who took more steps has moved further already. Differences to the
 papers: N follows the fleet from cycle to cycle unless n is set, steps are granted by the pace that was measured, and
 an update whose tau is above `max_staleness` is dropped.
@@ -120,8 +123,13 @@ class AsyncDiLoCo:
         self.config = config
 
     def init(self, run: RunFacts) -> AsyncDiLoCoState:
-        settings = "fleet.min_workers and strategy.quorum" if self.config.quorum else "strategy.updates_per_commit"
-        run.check_rule(self._num_updates(run.min_workers), settings=settings)
+        num_updates = self._num_updates(run, run.min_workers)
+        settings = (
+            "strategy.updates_per_commit" if self.config.updates_per_commit <= num_updates else "fleet.min_workers"
+        )
+        if self.config.quorum:
+            settings = "fleet.min_workers and strategy.quorum"
+        run.check_rule(num_updates, settings=settings)
         num_behind = self._commits_per_cycle(run.min_workers)
         if run.down.is_delta and num_behind > (longest := longest_way(run.layout, run.down_policy)):
             raise RecipeError(
@@ -134,7 +142,7 @@ class AsyncDiLoCo:
     async def run_round(self, state: AsyncDiLoCoState, fleet: Fleet) -> AsyncDiLoCoState:
         """One commit."""
         config, run, workers = self.config, fleet.run, fleet.workers()
-        num_updates = self._num_updates(len(workers))
+        num_updates, one_each = self._num_updates(run, len(workers)), run.aggregation.rule != "mean"
         num_steps = min(config.num_inner_steps, run.steps_left(state, max(len(workers), num_updates)))
         sequences_per_step = run.inner.sequences_per_step
         fastest = fastest_s([w.pace.unit_s for w in workers if w.pace])
@@ -150,7 +158,7 @@ class AsyncDiLoCo:
             key="inner",
             min_replies=num_updates,
             expects=weighted_mean("delta", by=""),
-            grace=config.grace if config.quorum else None,
+            grace=config.grace if config.quorum else 0.0 if one_each else None,
             max_staleness=config.max_staleness or usual_staleness * self._commits_per_cycle(len(workers)),
         )
         weights = {r.key: self.weight(state.round - r.round) for r in replies}
@@ -199,9 +207,12 @@ class AsyncDiLoCo:
             cycle=cycle,
         )
 
-    def _num_updates(self, num_workers: int) -> int:
+    def _num_updates(self, run: RunFacts, num_workers: int) -> int:
         """That a commit takes, with a quorum at least."""
-        return share_of(self.config.quorum, num_workers) if self.config.quorum else self.config.updates_per_commit
+        if self.config.quorum:
+            return share_of(self.config.quorum, num_workers)
+        most = self.config.updates_per_commit
+        return most if run.aggregation.rule == "mean" else min(most, num_workers)
 
     def _commits_per_cycle(self, num_updates: int) -> int:
         """That so many updates take, or a few more."""
