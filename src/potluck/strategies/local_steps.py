@@ -27,9 +27,7 @@ most_steps = 1_000_000
 """Inner steps of a worker in a round: their data is dealt, and written down, when it begins."""
 STEP_NUMBERS = ("num_tokens", "loss_sum", "num_steps")
 """The scalars of `summed_steps`,"""
-PRIVATE_most_steps = 1_000_000
-"""Inner steps of a worker in a round: their data is dealt, and written down, when it begins."""
-STEP_NUMBERS = ("num_tokens", "num_steps", "epsilon")
+PRIVATE_STEP_NUMBERS = ("num_tokens", "num_steps", "epsilon")
 """and where steps are private."""
 
 
