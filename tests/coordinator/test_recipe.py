@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -244,6 +245,7 @@ from potluck.strategies.diloco import DiLoCo
 
 class Settings(BaseModel, extra="forbid"):
     power: int = 2
+    radius: float = float("inf")
 
 class Mine(DiLoCo):
     Config = Settings
@@ -252,7 +254,8 @@ class Mine(DiLoCo):
     text = GOOD.replace('name = "diloco"\nnum_inner_steps = 7', 'name = "my_method.py:Mine"\npower = 3')
     recipe = load_recipe(write(tmp_path, text))
     assert recipe.strategy.file == tmp_path.resolve() / "my_method.py"
-    assert recipe.strategy.settings.model_dump() == {"power": 3}
+    assert recipe.strategy.settings.model_dump() == {"power": 3, "radius": float("inf")}
+    assert parse_recipe(json.loads(json.dumps(recipe.to_json()))) == recipe  # as a run's folder keeps it
     assert "strategy.powr is not a key; did you mean strategy.power?" in refusal(tmp_path, text, "strategy.powr=1")
 
 

@@ -324,14 +324,16 @@ def _strategy(value: Any, where: str) -> StrategyConfig:
         raise RecipeError(f"{where}: strategy.name is missing; it is a shipped strategy or your own file.py:Class")
     inner = _check(InnerConfig, settings.pop("inner", {}), "strategy.inner", where)
     extra = ["strategy.name", "strategy.inner", *known_keys()]
-    return StrategyConfig(
-        name=name, inner=inner, settings=_check(config_type(name), settings, "strategy", where, also=extra)
-    )
+    is_own = ".py:" in name  # and so is what its numbers mean
+    checked = _check(config_type(name), settings, "strategy", where, also=extra, may_be_infinite=is_own)
+    return StrategyConfig(name=name, inner=inner, settings=checked)
 
 
-def _check(model: type[M], value: Any, section: str, where: str, also: Iterable[str] = ()) -> M:
+def _check(
+    model: type[M], value: Any, section: str, where: str, also: Iterable[str] = (), *, may_be_infinite: bool = False
+) -> M:
     """`value` as `model`, strictly: no text for numbers, no infinite ones, no unknown key. Raises RecipeError."""
-    if odd := _not_finite(value, section):
+    if not may_be_infinite and (odd := _not_finite(value, section)):
         raise RecipeError(f"{where}: {odd} and must be a finite number")
     try:
         # Through JSON, where strict still lets a list be a tuple.
