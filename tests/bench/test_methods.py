@@ -12,7 +12,7 @@ from typing import Any, Never
 import pytest
 import torch
 
-from potluck.bench.convergence import Point, Trained
+from potluck.bench.convergence import Absence, Conditions, Point, Trained
 from potluck.bench.methods import (
     Found,
     Job,
@@ -56,10 +56,17 @@ def test_the_machines_of_a_fleet_are_workers_with_the_steps_and_bytes_of_the_rec
     cluster, lab = found.step_s[0], found.step_s[4]
     assert lab == pytest.approx(2 * cluster) and cluster == pytest.approx(6 * 124e6 * 32768 / 4e13, rel=0.25)
     assert {absence.worker for absence in found.absences} == {5}  # the flaky one
+    assert (found.always_here(8), found.always_here(1), found.among(1).absences) == (7, 1, ())  # one worker alone
     assert all(a.at_s + a.away_s <= b.at_s for a, b in zip(found.absences, found.absences[1:], strict=False))
     smaller = _at_sites(methods[reference], "five_sites", seed=1, model_bytes=4.0 * 1_244_398)
     assert smaller.links[0].up_bytes_per_s == pytest.approx(found.links[0].up_bytes_per_s / 100, rel=0.01)
     assert smaller.step_s == found.step_s and smaller.balance == "none"
+
+
+def test_a_run_waits_for_one_worker_at_least_though_all_are_away_at_times() -> None:
+    conditions = Conditions(absences=(Absence(0, 10.0, 5.0), Absence(1, 20.0, 5.0), Absence(0, 30.0, 5.0)))
+    assert [conditions.always_here(workers) for workers in (1, 2, 3)] == [1, 1, 1]
+    assert conditions.among(1).absences == (Absence(0, 10.0, 5.0), Absence(0, 30.0, 5.0))
 
 
 def test_only_what_may_be_balanced_is() -> None:
