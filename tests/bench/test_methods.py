@@ -17,7 +17,9 @@ from potluck.bench.methods import (
     Found,
     Job,
     _at_sites,  # pyright: ignore
+    _charts,  # pyright: ignore
     _figures,  # pyright: ignore
+    _or_worst,  # pyright: ignore
     alone,
     bench_methods,
     methods,
@@ -97,6 +99,14 @@ def test_runs_that_were_recorded_are_not_done_again(tmp_path: Path) -> None:
     assert again.get(jobs[1].settings) is None and again.get(replace(jobs[0], lr=2e-3).settings) is None
     again.add(jobs[1].settings, done)
     assert list(again.completed(NoPool(), pytest.fail, jobs, told=pytest.fail)) == jobs
+
+
+def test_a_run_that_came_apart_is_the_worst_and_spoils_no_picture() -> None:
+    assert min((math.nan, 3.0, math.inf), key=_or_worst) == 3.0
+    points = tuple(Point(seconds=s, bytes_per_worker=8.0, loss=x) for s, x in ((0.0, 4.0), (1.0, 3.0), (2.0, math.nan)))
+    (by_time, by_bytes) = _charts({"diloco": replace(trained(math.nan, 8.0), curve=points)})
+    assert by_time.lines[0].points == ((1.0, 3.0),)
+    assert by_bytes.lines[0].points == ((8.0, 4.0), (8.0, 3.0))
 
 
 def test_a_fleet_file_that_was_edited_is_another_fleet(tmp_path: Path) -> None:

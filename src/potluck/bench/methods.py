@@ -247,7 +247,7 @@ def bench_methods(
                 done = complete(short)
                 for name in names:
                     tried = [each for each in short if each.method == name]
-                    best_one = min(tried, key=lambda each: done[each].loss)
+                    best_one = min(tried, key=lambda each: _or_worst(done[each].loss))
                     best[name], found[name, num_steps // 2] = best_one.lr, [done[best_one]]
             whole = [job(method=name, lr=best[name], num_steps=num_steps) for name in names]
             for each, trained in complete(whole).items():
@@ -341,6 +341,11 @@ def _progress(own: Trained, best: Trained) -> float:
     return _over(own.first_loss - own.loss, best.first_loss - best.loss)
 
 
+def _or_worst(loss: float) -> float:
+    """inf for nan, which compares with nothing: of a run that came apart."""
+    return math.inf if math.isnan(loss) else loss
+
+
 def _over(number: float, other: float) -> float:
     """nan where the other is 0: of runs so short that nothing was sent, or gained, in them."""
     return number / other if other else math.nan
@@ -348,7 +353,8 @@ def _over(number: float, other: float) -> float:
 
 def _charts(trained: Mapping[str, Trained]) -> list[Chart]:
     def line(name: str, of: Callable[[Any], float]) -> Line:
-        return Line(name=name, points=tuple((of(p), p.loss) for p in trained[name].curve if of(p) > 0))
+        curve = [p for p in trained[name].curve if of(p) > 0 and math.isfinite(p.loss)]
+        return Line(name=name, points=tuple((of(p), p.loss) for p in curve))
 
     return [
         Chart(
