@@ -252,6 +252,27 @@ def test_all_enter_at_once_where_those_who_train_are_too_few_for_the_rule() -> N
     assert entering("krum", *back) == dict.fromkeys(["w1", "w2", "w3", "w4"], (0, 0))  # there are not enough anyhow
 
 
+def test_a_worker_that_takes_the_place_of_one_that_died_is_enough_for_the_rule() -> None:
+    """Krum takes five: no round can be committed with the four that are left while a fragment travels."""
+
+    async def disturb(world: World) -> None:
+        while sum(event.kind == "round" for event in world.events) < 2:
+            await world.clock.sleep(0.1)
+        world.add("w6", cost_s=lambda lease: lease.num_sequences / 8.0)
+        await world.crash("w2")
+
+    krum = AggregationConfig(rule="krum")
+    got = checks.run(
+        Problem(num_rounds=6, validate=False, aggregation=krum),
+        lambda: streaming(num_inner_steps=4, num_fragments=2, overlap_steps=2),
+        num_workers=5,
+        min_workers=5,
+        disturb=disturb,
+        costs=lambda _: lambda lease: lease.num_sequences / 8.0,
+    )
+    assert len(got.round_losses) == 6
+
+
 def test_a_chain_is_gone_on_with_in_its_order_after_a_restart() -> None:
     """Also where names of tasks sort otherwise: "10" comes before "9"."""
 
