@@ -19,6 +19,7 @@ from potluck.simulator.exact.world import World
 from potluck.storage.database import Database
 from potluck.storage.ledger import MARK, CommitRow, Ledger, Operation
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
+from potluck.strategies.streaming_diloco import StreamingDiLoCo, StreamingDiLoCoConfig
 from potluck.types.errors import RecipeError
 
 
@@ -131,6 +132,28 @@ def test_a_run_that_waits_for_more_workers_goes_on_when_it_is_told_to(tmp_path: 
     assert [e.detail["key"] for e in world.events if e.kind == "changed"] == [
         "fleet.min_workers", "transfer.max_up_mbit", "budget.rounds",
     ]  # fmt: skip
+
+
+def test_what_the_strategy_refuses_is_not_set_either(tmp_path: Path) -> None:
+    given = recipe("budget.rounds=6")
+
+    async def main() -> World:
+        strategy = StreamingDiLoCo(StreamingDiLoCoConfig(num_inner_steps=2, num_fragments=2, overlap_steps=1))
+        world = virtual_world(Problem(num_rounds=6, validate=False), strategy, tmp_path)
+        world.add("w1", cost_s=lambda _: 1.0)
+        await world.start()
+        await world.clock.sleep(1.5)
+        assert world.run is not None
+        with pytest.raises(RecipeError, match=r'as many steps: set fleet.balance to "none"'):
+            await Changes(given, given).set(world.run, "fleet.balance=time", by="me")
+        assert world.run.plan.fleet.balance == "none" and not world.run.operations
+        with pytest.raises(RecipeError, match=r'as many steps: set fleet.balance to "none"'):  # as at the next start
+            replanned(world.plan, changed(given, "fleet.balance=time")[1])
+        await world.finish()
+        return world
+
+    world = run_virtual(main())
+    assert world.last is not None and world.last.state is not None and world.last.state.round == 6
 
 
 def test_a_shorter_patience_reaches_work_that_is_under_way(tmp_path: Path) -> None:

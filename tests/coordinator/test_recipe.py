@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -109,6 +110,11 @@ def test_overrides(tmp_path: Path, override: str, get: object, value: object) ->
     assert get(recipe) == value
 
 
+def test_what_the_model_library_takes_may_be_infinite(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path), ["model.config.time_step_limit=[0.0, inf]"])
+    assert recipe.model.config is not None and recipe.model.config["time_step_limit"][1] == float("inf")
+
+
 def test_the_last_override_counts(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path), ["seed=1", "seed=2"]).seed == 2
 
@@ -170,7 +176,16 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path, override: str, parts: lis
         ("data.shared=1", "data.shared is 1 and must be text in quotes or a list"),
         ("data.format=csv", "data.format is \"csv\" and must be 'auto', 'text'"),
         ("strategy.inner.lr=-1", "strategy.inner.lr is -1 and must be greater than 0"),
-        ("strategy.inner.lr=nan", "strategy.inner.lr is NaN and must be"),
+        ("strategy.inner.lr=nan", "strategy.inner.lr is nan and must be a finite number"),
+        ("strategy.outer_lr=inf", "strategy.outer_lr is inf and must be a finite number"),
+        ("strategy.inner.betas=[0.9, -inf]", "strategy.inner.betas[1] is -inf and must be a finite number"),
+        ("strategy.inner.betas=[1.5, 0.9]", "`betas` are (1.5, 0.9) and must be at least 0 and below 1"),
+        ("strategy.inner.betas=[0.9, 1]", "`betas` are (0.9, 1.0) and must be at least 0 and below 1"),
+        ("strategy.inner.eps=1e-300", "strategy.inner.eps is 1e-300 and must be at least 1e-30"),
+        ("strategy.inner.batch_size=1000000", "strategy.inner.batch_size is 1000000 and must be at most 32768"),
+        ("strategy.num_inner_steps=1000000000", "strategy.num_inner_steps is 1000000000 and must be at most 1000000"),
+        ("budget.hours=inf", "budget.hours is inf and must be a finite number"),
+        ("fleet.reconnect_s=inf", "fleet.reconnect_s is inf and must be a finite number"),
         ("strategy.outer_momentum=1.0", "strategy.outer_momentum is 1.0 and must be less than 1"),
         ("strategy.inner.betas=[0.9]", "strategy.inner.betas"),
         ("strategy.inner=3", "strategy.inner is 3 and must be a table"),
@@ -230,6 +245,7 @@ from potluck.strategies.diloco import DiLoCo
 
 class Settings(BaseModel, extra="forbid"):
     power: int = 2
+    radius: float = float("inf")
 
 class Mine(DiLoCo):
     Config = Settings
@@ -238,7 +254,8 @@ class Mine(DiLoCo):
     text = GOOD.replace('name = "diloco"\nnum_inner_steps = 7', 'name = "my_method.py:Mine"\npower = 3')
     recipe = load_recipe(write(tmp_path, text))
     assert recipe.strategy.file == tmp_path.resolve() / "my_method.py"
-    assert recipe.strategy.settings.model_dump() == {"power": 3}
+    assert recipe.strategy.settings.model_dump() == {"power": 3, "radius": float("inf")}
+    assert parse_recipe(json.loads(json.dumps(recipe.to_json()))) == recipe  # as a run's folder keeps it
     assert "strategy.powr is not a key; did you mean strategy.power?" in refusal(tmp_path, text, "strategy.powr=1")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from worlds import virtual_world
 
+from potluck.aggregation.config import AggregationConfig, Rule
 from potluck.clock import run_virtual
 from potluck.coordinator.divergence import Diverged
 from potluck.fleet.config import FleetConfig
@@ -42,10 +43,10 @@ class DivergingOnce(AsyncDiLoCo):
 def play(
     folder: Path, *, seconds: Sequence[float], num_rounds: int, disturb: Callable[[World], Any] | None = None,
     strategy: AsyncDiLoCo | None = None, fleet: dict[str, Any] | None = None, inner: InnerConfig | None = None,
-    **settings: Any,
+    rule: Rule = "mean", **settings: Any,
 ) -> tuple[AsyncDiLoCoState, World, Accepted]:  # fmt: skip
     """`seconds` that each worker takes for a step."""
-    problem = Problem(num_rounds=num_rounds, validate=False)
+    problem = Problem(num_rounds=num_rounds, validate=False, aggregation=AggregationConfig(rule=rule))
     problem.fleet = FleetConfig.model_validate({"min_workers": len(seconds), "no_progress_s": 60.0, **(fleet or {})})
     problem.inner = inner or problem.inner
     strategy = strategy or AsyncDiLoCo(AsyncDiLoCoConfig(num_inner_steps=4, **settings))
@@ -93,6 +94,28 @@ def test_those_beyond_the_quorum_are_given_a_grace_and_then_count_next_time(tmp_
     assert accepted[:2] == [["w1", "w2", "w3"], ["w1", "w2"]]
     assert ["w1", "w2", "w3"] in accepted[2:]
     assert all(len(set(commit)) == len(commit) for commit in accepted)
+
+
+def test_a_rule_that_bears_wrong_workers_takes_one_update_of_each(tmp_path: Path) -> None:
+    """However fast one is, and however many updates a commit takes: also where fewer workers are left than that."""
+
+    async def lose_one(world: World) -> None:
+        await world.clock.sleep(20.0)
+        await world.crash("w4")
+        world.hosts[WorkerId("w3")].cost_s = lambda _: 2.0
+
+    _, _, accepted = play(
+        tmp_path,
+        seconds=[0.1, 1.0, 1.5, 2.0],
+        num_rounds=6,
+        rule="median",
+        updates_per_commit=4,
+        disturb=lose_one,
+        fleet={"min_workers": 3},
+    )
+    assert ["w1", "w2", "w3", "w4"] in accepted[:3], accepted
+    assert accepted[-1] == ["w1", "w2", "w3"]
+    assert all(len(set(commit)) == len(commit) >= 3 for commit in accepted)
 
 
 def test_a_buffer_takes_several_updates_of_one_worker_who_never_waits(tmp_path: Path) -> None:

@@ -53,6 +53,15 @@ def test_absence(changes: dict[str, object], now: float, reason: str) -> None:
     assert absence(member(**changes), now, config) == reason
 
 
+def test_work_that_was_answered_before_anyone_asked_is_not_given_up() -> None:
+    """A coordinator that was started again waits for more workers before the round begins in which it asks."""
+    answered = open_lease(early=pb.TaskResult(), claimed=False)
+    for later in (member(last_seen=900.0), member(connected=False, away_since=200.0), member(leaving=True)):
+        assert loss(answered, later, 900.0, config) == ""
+        assert loss(open_lease(claimed=False), later, 900.0, config)
+    assert "is quarantined" in loss(answered, member(quarantined="2 refused results"), 900.0, config)
+
+
 def test_those_who_are_not_here_get_no_work_and_the_reason_is_said() -> None:
     members = [
         member("c"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,13 +24,15 @@ fast, slow = WorkerId("fast"), WorkerId("slow")
 def facts(up: str = "fp32", **compression: object) -> RunFacts:
     nothing = Params(())
     return RunFacts(
-        seed=1, layout=Layout.of([("w", (1000, 1000))]), initial=nothing, zeros=nothing, seq_len=8,
+        seed=1, layout=Layout.of([("w", (1000, 1000)), ("v", (100, 100))]), initial=nothing, zeros=nothing, seq_len=8,
         inner=InnerConfig(), budget=Budget(rounds=1), up_codec=up, down_codec="fp32",
         compression=CompressionConfig.model_validate(compression),
     )  # fmt: skip
 
 
-async def specs(run: RunFacts, rates: dict[WorkerId, float]) -> tuple[dict[WorkerId, str], list[str]]:
+async def specs(
+    run: RunFacts, rates: dict[WorkerId, float], part: Sequence[int] = ()
+) -> tuple[dict[WorkerId, str], list[str]]:
     roster = Roster(FleetConfig())
     for id, rate in rates.items():
         profile = DeviceProfile(device="cpu", link=LinkRates(up_bytes_per_s=rate))
@@ -38,8 +41,8 @@ async def specs(run: RunFacts, rates: dict[WorkerId, float]) -> tuple[dict[Worke
             member.observe("diloco.inner", 1.0, 1.0)
     encoding, reasons = UpEncoding(run, roster, InlineExecutor()), list[str]()
     encoding.told = lambda _worker, reason: reasons.append(reason)
-    found = await encoding.specs("diloco.inner", dict.fromkeys(rates, 1.0))
-    assert await encoding.specs("diloco.inner", dict.fromkeys(rates, 1.0)) == found
+    found = await encoding.specs("diloco.inner", dict.fromkeys(rates, 1.0), part)
+    assert await encoding.specs("diloco.inner", dict.fromkeys(rates, 1.0), part) == found
     return found, reasons
 
 
@@ -53,6 +56,12 @@ def test_a_slow_link_compresses_and_a_fast_one_does_not_and_each_choice_is_told_
     found, reasons = asyncio.run(specs(facts("int8+ef", mode="adaptive"), {fast: 1e9, slow: 1e5}))
     assert found == {fast: "fp32", slow: "int8+ef"}
     assert len(reasons) == 2 and any("0.8 Mbit/s" in reason for reason in reasons)
+
+
+def test_what_is_sent_of_a_part_of_the_model_is_as_large_as_that() -> None:
+    rates, adaptive = {fast: 1e9, slow: 5e6}, facts("int8+ef", mode="adaptive")
+    assert asyncio.run(specs(adaptive, rates))[0][slow] == "int8+ef"
+    assert asyncio.run(specs(adaptive, rates, part=(1,)))[0][slow] == "fp32"
 
 
 def test_the_bound_on_distortion_holds() -> None:

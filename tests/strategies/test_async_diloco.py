@@ -24,7 +24,7 @@ from potluck.strategies.async_diloco import AsyncDiLoCo, AsyncDiLoCoConfig, Asyn
 from potluck.strategies.fleet import Reduction, Reply, WorkerInfo
 from potluck.strategies.run import Budget, RunFacts
 from potluck.strategies.task import BoundTask
-from potluck.types.errors import RecipeError
+from potluck.types.errors import RecipeError, RoundFailed
 from potluck.types.ids import WorkerId
 from potluck.types.params import Fragment, Layout, Params
 from potluck.types.profile import DeviceProfile
@@ -193,6 +193,28 @@ def test_weights_fall_with_staleness(kind: Any, expected: list[float]) -> None:
     assert [strategy.weight(tau) for tau in (0, 1, 2, 5)] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("kind", ["polynomial", "hinge"])
+def test_however_stale_an_update_has_a_weight(kind: Any) -> None:
+    strategy = AsyncDiLoCo(AsyncDiLoCoConfig(staleness=kind, staleness_rate=1e306, staleness_free=1))
+    assert strategy.weight(0) == 1.0 and 0.0 < strategy.weight(10**4) <= 1e-30
+
+
+def test_commits_of_more_updates_than_workers_keep_to_the_budget() -> None:
+    """Eight updates of two workers: what is left is dealt to eight, and the run ends with it."""
+    fleet, granted = scripted(2), list[int]()
+    fleet.facts = replace(fleet.facts, budget=Budget(tokens=fleet.facts.tokens_per_step(80)))
+
+    async def gather(offer: Callable[[WorkerInfo], BoundTask | None], **_: Any) -> tuple[Reply, ...]:
+        offered = [task for w in fleet.here if (task := offer(w)) is not None]
+        granted.extend(task.num_sequences // 2 for task in offered)
+        return (Reply(worker=WorkerId("w1"), key="w1#1", scalars={"num_tokens": 10, "loss_sum": 20.0}),)
+
+    fleet.gather = gather
+    strategy = AsyncDiLoCo(AsyncDiLoCoConfig(num_inner_steps=100, updates_per_commit=8))
+    asyncio.run(strategy.run_round(strategy.init(fleet.run), fleet))  # pyright: ignore[reportArgumentType]
+    assert granted == [10, 10]
+
+
 def test_slower_workers_are_given_fewer_steps() -> None:
     assert [dynamic_steps(40, worker("x", s), 1.0) for s in (4.0, 2.0, 1.0)] == [10, 20, 40]
     assert dynamic_steps(40, worker("x", 3.0), 1.0) == 13
@@ -273,5 +295,29 @@ def test_a_rule_that_needs_more_updates_than_a_commit_takes_is_refused(
     facts = replace(scripted(4).facts, aggregation=AggregationConfig(rule=rule), min_workers=4)
     with pytest.raises(RecipeError, match=reason):
         AsyncDiLoCo(AsyncDiLoCoConfig(**settings)).init(facts)
-    AsyncDiLoCo(AsyncDiLoCoConfig(updates_per_commit=5)).init(facts)
+    AsyncDiLoCo(AsyncDiLoCoConfig(updates_per_commit=5)).init(replace(facts, min_workers=5))
     AsyncDiLoCo(AsyncDiLoCoConfig(**settings)).init(replace(facts, aggregation=AggregationConfig()))
+
+
+def test_a_rule_that_bears_wrong_workers_is_given_one_update_of_each() -> None:
+    """Else the fastest one would be all of a commit, and a rule bear nothing."""
+    fleet, asked = scripted(3), list[tuple[int, float | None]]()
+
+    async def gather(*_: Any, min_replies: int, grace: float | None, **__: Any) -> tuple[Reply, ...]:
+        asked.append((min_replies, grace))
+        raise RoundFailed("that was all")
+
+    fleet.gather = gather
+    for rule, settings in (
+        ("mean", {"updates_per_commit": 4}), ("norm_clipping", {"updates_per_commit": 4}),
+        ("median", {"updates_per_commit": 3}), ("median", {"quorum": 1.0, "grace": 0.5}),
+    ):  # fmt: skip
+        fleet.facts = replace(fleet.facts, min_workers=3, aggregation=AggregationConfig.model_validate({"rule": rule}))
+        strategy = AsyncDiLoCo(AsyncDiLoCoConfig.model_validate(settings))
+        state = strategy.init(fleet.run)
+        with pytest.raises(RoundFailed, match="that was all"):
+            asyncio.run(strategy.run_round(state, fleet))  # pyright: ignore[reportArgumentType]
+    assert asked == [(4, None), (3, 0.0), (3, 0.0), (3, 0.5)]
+    few = replace(fleet.facts, min_workers=2)
+    with pytest.raises(RecipeError, match=r"'median' needs 3 .* given 2: raise fleet.min_workers"):
+        AsyncDiLoCo(AsyncDiLoCoConfig(updates_per_commit=3)).init(few)

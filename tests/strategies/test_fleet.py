@@ -2,7 +2,7 @@
 
 import pytest
 
-from potluck.strategies.fleet import Replies, Reply, summed
+from potluck.strategies.fleet import Replies, Reply, share_of, summed
 from potluck.types.errors import RoundFailed
 from potluck.types.ids import WorkerId
 
@@ -18,6 +18,13 @@ def replies(*losses: object) -> Replies:
 
 def test_scalars_are_summed_over_the_replies() -> None:
     assert replies(1, 2.5).sum("loss_sum") == summed(replies(1, 2.5).replies, "loss_sum") == 3.5
+
+
+@pytest.mark.parametrize(
+    ("share", "whole", "number"), [(0.55, 20, 11), (0.07, 100, 7), (0.5, 5, 3), (1.0, 7, 7), (1e-12, 4, 1)]
+)
+def test_a_share_is_rounded_up_and_no_further(share: float, whole: int, number: int) -> None:
+    assert share_of(share, whole) == number
 
 
 @pytest.mark.parametrize("bad", [None, "much"])

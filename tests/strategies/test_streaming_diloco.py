@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,18 +14,20 @@ from contract import references
 from pydantic import ValidationError
 from worlds import virtual_world
 
+from potluck.aggregation.config import AggregationConfig, Rule
 from potluck.clock import run_virtual
 from potluck.contract import checks
 from potluck.coordinator.events import Event
 from potluck.coordinator.plan import ValidationConfig
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.leases import OpenLease
+from potluck.protocol import pb
 from potluck.simulator.exact.invariants import Witness
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
 from potluck.storage.ledger import LeaseRow
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
-from potluck.strategies.fleet import Fleet
+from potluck.strategies.fleet import Fleet, WorkerInfo
 from potluck.strategies.streaming_diloco import (
     StreamingDiLoCo,
     StreamingDiLoCoConfig,
@@ -33,9 +36,10 @@ from potluck.strategies.streaming_diloco import (
 )
 from potluck.strategies.task import BoundTask
 from potluck.transport.memory import Link
-from potluck.types.errors import RecipeError, Refused
+from potluck.types.errors import RecipeError, Refused, RoundFailed
 from potluck.types.ids import WorkerId
-from potluck.types.params import Layout
+from potluck.types.params import Layout, Params
+from potluck.types.profile import DeviceProfile
 
 
 def streaming(**settings: object) -> StreamingDiLoCo:
@@ -59,10 +63,17 @@ def test_layers_are_strided_and_the_rest_fills_up_the_smallest() -> None:
     assert fragments(Layout.of(shapes), 1) == ((),)
 
 
-def test_more_fragments_than_layers_are_refused() -> None:
-    layout = Layout.of([("h.0.w", [4]), ("h.1.w", [4])])
-    with pytest.raises(RecipeError, match="num_fragments is 3 and this model has layers for 2"):
-        fragments(layout, 3)
+@pytest.mark.parametrize(("num_layers", "number"), [(2, 3), (3, 10**12)])
+def test_more_fragments_than_layers_are_refused(num_layers: int, number: int) -> None:
+    layout = Layout.of([(f"h.{i}.w", [4]) for i in range(num_layers)])
+    with pytest.raises(RecipeError, match=f"num_fragments is {number} and this model has layers for {num_layers}"):
+        fragments(layout, number)
+
+
+def test_a_fragment_without_a_layer_is_refused() -> None:
+    layout = Layout.of([("h.0.w", [4]), ("h.2.w", [4])])
+    with pytest.raises(RecipeError, match="num_fragments is 2 and this model has layers for 1; lower it"):
+        fragments(layout, 2)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +219,60 @@ def test_workers_of_unequal_weight_equal_a_plain_loop(eager: bool, overlap: int,
     assert StreamingDiLoCo(config).kept_vectors == (3.5 if eager else 2.0)
 
 
+def entering(rule: Rule, *workers: WorkerInfo, round: int = 4) -> dict[WorkerId, tuple[int, int]]:
+    """Who takes part in round 4, in which w1 to w4 were training, each with where it enters and since when."""
+    members = {WorkerId(f"w{i}"): (0, 0) for i in range(1, 5)}
+    nothing = Params(())
+    state = StreamingDiLoCoState(params=nothing, momentum=nothing, members=members, round=round)
+    fleet = SimpleNamespace(
+        run=SimpleNamespace(aggregation=AggregationConfig(rule=rule)), workers=lambda: workers
+    )  # of which no more is asked
+    strategy = streaming(num_inner_steps=8, num_fragments=2, overlap_steps=4)
+    return strategy._members(state, cast(Fleet, fleet))  # pyright: ignore[reportPrivateUsage]
+
+
+def here(name: str, **how: bool) -> WorkerInfo:
+    return WorkerInfo(id=WorkerId(name), profile=DeviceProfile(device="cpu"), **how)
+
+
+def test_who_joins_enters_where_the_others_are_next() -> None:
+    working, new = [here(f"w{i}", under_way=True, holds_state=True) for i in range(1, 5)], here("w5")
+    assert entering("mean", *working, new) == {**dict.fromkeys(["w1", "w2", "w3", "w4"], (0, 0)), "w5": (5, 4)}
+    assert entering("median", *working, new)["w5"] == (5, 4)  # it does what it can with four
+    assert entering("mean", new) == {"w5": (4, 4)}
+
+
+def test_all_enter_at_once_where_those_who_train_are_too_few_for_the_rule() -> None:
+    """Else no round would be committed, and nobody who joins ever counted: krum takes five."""
+    working = [here(f"w{i}", under_way=True, holds_state=True) for i in range(1, 5)]
+    with pytest.raises(RoundFailed, match="4 of 5 workers are training, too few for krum"):
+        entering("krum", *working, here("w5"))
+    back = [here(f"w{i}", holds_state=True) for i in range(1, 5)]  # since that round was discarded
+    assert entering("krum", *back, here("w5")) == dict.fromkeys(["w1", "w2", "w3", "w4", "w5"], (4, 4))
+    assert entering("krum", *back) == dict.fromkeys(["w1", "w2", "w3", "w4"], (0, 0))  # there are not enough anyhow
+
+
+def test_a_worker_that_takes_the_place_of_one_that_died_is_enough_for_the_rule() -> None:
+    """Krum takes five: no round can be committed with the four that are left while a fragment travels."""
+
+    async def disturb(world: World) -> None:
+        while sum(event.kind == "round" for event in world.events) < 2:
+            await world.clock.sleep(0.1)
+        world.add("w6", cost_s=lambda lease: lease.num_sequences / 8.0)
+        await world.crash("w2")
+
+    krum = AggregationConfig(rule="krum")
+    got = checks.run(
+        Problem(num_rounds=6, validate=False, aggregation=krum),
+        lambda: streaming(num_inner_steps=4, num_fragments=2, overlap_steps=2),
+        num_workers=5,
+        min_workers=5,
+        disturb=disturb,
+        costs=lambda _: lambda lease: lease.num_sequences / 8.0,
+    )
+    assert len(got.round_losses) == 6
+
+
 def test_a_chain_is_gone_on_with_in_its_order_after_a_restart() -> None:
     """Also where names of tasks sort otherwise: "10" comes before "9"."""
 
@@ -325,6 +390,30 @@ def test_nothing_counts_that_follows_a_refused_update(overlap: int, restart: str
     assert len(took_part) == 8 and took_part[-1] == "w1,w2,w3"
 
 
+def test_a_task_that_fails_is_held_against_its_worker_once_with_all_that_follows_it(tmp_path: Path) -> None:
+    """Their results come in one report: what follows has not the state that was not made."""
+
+    async def main() -> list[str]:
+        played = SlowLink(6, tmp_path)
+        await played.world.start()
+        while played.world.run is None or played.world.run.state is None or played.world.run.state.round < 2:
+            await played.world.clock.sleep(0.01)
+        run, w2 = played.world.run, WorkerId("w2")
+        member, failed = run.roster.members[w2], [x.message for x in run.fleet.book.of(w2)]
+        assert len(failed) > 1
+        run.intake.report(member, pb.Report(results=[
+            pb.TaskResult(round=x.round, attempt=x.attempt, key=x.key, error="no", lacks_state=x is not failed[0])
+            for x in failed
+        ]))  # fmt: skip
+        await played.world.clock.sleep(0.005)
+        assert member.strikes == 1
+        assert not {x.key for x in failed} & {x.message.key for x in run.fleet.book.of(w2)}
+        assert "lacks/w2" not in run.fleet.ahead.work.attempt.decisions
+        return await played.took_part()
+
+    assert run_virtual(main())[-1] == "w1,w2,w3"
+
+
 @pytest.mark.parametrize("restart", [False, True], ids=["none", "once it was handed out"])
 def test_nothing_is_handed_out_after_work_that_was_lost_meanwhile(restart: bool, tmp_path: Path) -> None:
     """ "3b" is lost while "4b" is being handed out, which follows it."""
@@ -336,11 +425,11 @@ def test_nothing_is_handed_out_after_work_that_was_lost_meanwhile(restart: bool,
         assert run is not None
         specs, issue = run.fleet.encoding.specs, run.ledger.issue
 
-        async def losing(task: str, units: Mapping[WorkerId, float]) -> dict[WorkerId, str]:
+        async def losing(task: str, units: Mapping[WorkerId, float], part: Sequence[int]) -> dict[WorkerId, str]:
             if run.state is not None and run.state.round == 3 and not played.num_lost:
                 (lease,) = (x for x in run.fleet.book.of(WorkerId("w2")) if x.message.key.startswith("3b/"))
                 await run.fleet.lose(lease, "its worker has no more time")
-            return await specs(task, units)
+            return await specs(task, units, part)
 
         def issued(round: int, attempt: int, leases: Iterable[LeaseRow], deal: Any) -> None:
             rows = list(leases)

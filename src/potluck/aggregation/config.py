@@ -69,6 +69,10 @@ class AggregationConfig(BaseModel):
         """Whether the rule fails where fewer come than it must have."""
         return self.rule in ("krum", "multi_krum", "trimmed_mean")
 
+    def fails_with(self, num_updates: int) -> bool:
+        """Whether these are fewer than the rule must have."""
+        return self.refuses_fewer and num_updates < self.num_needed(num_updates)
+
     def num_trimmed(self, num_updates: int) -> int:
         """`trimmed_mean`: values left out at either end."""
         return math.ceil(self.trim_fraction * num_updates - 1e-9)  # 0.1 * 30 is a little above 3

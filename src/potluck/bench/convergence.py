@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -90,6 +90,14 @@ class Conditions:
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     num_points: int = 0  # of the curve, evenly over the tokens
 
+    def among(self, workers: int) -> Conditions:
+        """The same for a run with the first so many workers."""
+        return replace(self, absences=tuple(absence for absence in self.absences if absence.worker < workers))
+
+    def always_here(self, workers: int) -> int:
+        """How many of so many workers are never away; 1 where none is, as a run needs one."""
+        return max(workers - len({absence.worker for absence in self.among(workers).absences}), 1)
+
     def of(self, worker: int) -> tuple[float, Link]:
         """Its step in seconds, and its link."""
         return self.step_s[min(worker, len(self.step_s) - 1)], self.links[min(worker, len(self.links) - 1)]
@@ -158,15 +166,15 @@ class Lab:
     ) -> Trained:  # fmt: skip
         """`num_steps` inner steps of each worker. `codecs` are those up and down, as in the recipe; `inner` is more
         of the recipe's section than the rate."""
-        setting, conditions = self.setting, conditions or Conditions()
+        setting, conditions = self.setting, (conditions or Conditions()).among(workers)
         up, down = codecs
         optimizer = InnerConfig.model_validate(
             {"lr": lr, "batch_size": setting.batch_size, "warmup": 0.05, **(inner or {})}
         )
         tokens = workers * num_steps * setting.batch_size * setting.seq_len
         fleet = FleetConfig(
-            min_workers=workers - len({absence.worker for absence in conditions.absences}), no_progress_s=1e9,
-            deadlines=conditions.deadlines, balance=conditions.balance,
+            min_workers=conditions.always_here(workers), no_progress_s=1e9, deadlines=conditions.deadlines,
+            balance=conditions.balance,
         )  # fmt: skip
         flat = FlatModel(build(self.config_json(), seed=self.seed))
         spec = RunSpec(

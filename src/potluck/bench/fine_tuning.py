@@ -189,7 +189,7 @@ def bench_fine_tuning(
     `inner_steps` of each owner in one of the `rounds`; `model` is a model directory, "" for SmolLM2, which is
     downloaded the first time. Runs that the file `record` has are not done again, and it takes in those that are done.
     """
-    records = Records(Path(record) if record else None)
+    records = Records(Path(record) if record else None, told=told)
     names, began = _chosen(only), time.monotonic()
     setting = Setting(model=smol_model(model, told), num_rounds=rounds, num_inner_steps=inner_steps)
     found: dict[str, list[Trained]] = {name: [] for name in names}

@@ -14,6 +14,7 @@ worker's first copy of the model is among.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 import time
@@ -167,7 +168,8 @@ class Job:
     @property
     def settings(self) -> dict[str, Any]:
         """All that its result depends on."""
-        whole = f"{methods[self.method]!r} {sizes!r} {up_steps} {down_steps}".encode()
+        on_fleet = f" {load_fleet(self.fleet)!r}" if self.fleet else ""
+        whole = f"{methods[self.method]!r} {sizes!r} {up_steps} {down_steps}{on_fleet}".encode()
         return {
             "method": self.method, "lr": self.lr, "steps": self.num_steps, "seed": self.seed, "fleet": self.fleet,
             "of": hashlib.blake2b(whole, digest_size=8).hexdigest(),
@@ -218,13 +220,19 @@ def bench_methods(
     bytes of the recipe `five_sites`; `picture` is where an SVG is written: loss against time, and against bytes. Runs
     that the file `record` has are not done again, and it takes in those that are done."""
     num_steps, began = steps or sizes.num_steps, time.monotonic()
+    if num_steps < 2:
+        raise PotluckError("--steps is 1 and runs of half as many are done too; give 2 or more")
+    if picture and not Path(picture).parent.is_dir():
+        raise PotluckError(f"--picture is {picture}, whose folder is not there; make it, or give another file")
+    if fleet:
+        load_fleet(fleet)  # what is wrong with it is known before anything is trained
     chosen = {name.strip() for name in only.split(";")} if only else set(methods)
     if unknown := chosen - set(methods):
         raise PotluckError(f"there is no method {', '.join(sorted(unknown))}; there are {'; '.join(methods)}")
     names = [name for name in methods if name in chosen or name in (reference, plain_reference, alone)]
     best: dict[str, float] = {}
     found: dict[tuple[str, int], list[Trained]] = {}
-    records, place = Records(Path(record) if record else None), scratch_place(needed_bytes)
+    records, place = Records(Path(record) if record else None, told=told), scratch_place(needed_bytes)
     with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=place) as folder, job_pool(processes) as pool:
 
         def complete(jobs: Sequence[Job]) -> dict[Job, Trained]:
@@ -242,13 +250,17 @@ def bench_methods(
                 done = complete(short)
                 for name in names:
                     tried = [each for each in short if each.method == name]
-                    best_one = min(tried, key=lambda each: done[each].loss)
+                    best_one = min(tried, key=lambda each: _or_worst(done[each].loss))
                     best[name], found[name, num_steps // 2] = best_one.lr, [done[best_one]]
             whole = [job(method=name, lr=best[name], num_steps=num_steps) for name in names]
             for each, trained in complete(whole).items():
                 found.setdefault((each.method, num_steps), []).append(trained)
     if picture:
-        Path(picture).write_text(charts_svg(_charts({name: found[name, num_steps][0] for name in names})))
+        drawn = charts_svg(_charts({name: found[name, num_steps][0] for name in names}))
+        try:
+            Path(picture).write_text(drawn, encoding="utf-8")
+        except OSError as error:
+            told(f"{picture} cannot be written ({error.strerror}); the figures follow without it")
     figures: dict[str, Any] = {"seeds": seeds, "steps": num_steps, "seconds": round(time.monotonic() - began)}
     for name in names:
         figures |= {
@@ -305,7 +317,7 @@ def _figures(name: str, found: Found, num_steps: int, lr: float) -> dict[str, An
     progress = [_progress(own, best) for own, best in zip(whole, found[base, num_steps], strict=True)]
     before = _progress(half[0], found[base, num_steps // 2][0])
     up, down = (
-        _later(found, reference, num_steps, way) / _later(found, name, num_steps, way)
+        _over(_later(found, reference, num_steps, way), _later(found, name, num_steps, way))
         for way in ("bytes_up_per_worker", "bytes_down_per_worker")
     )
     return {
@@ -329,12 +341,23 @@ def _later(found: Found, name: str, num_steps: int, way: str) -> float:
 
 
 def _progress(own: Trained, best: Trained) -> float:
-    return (own.first_loss - own.loss) / (best.first_loss - best.loss)
+    return _over(own.first_loss - own.loss, best.first_loss - best.loss)
+
+
+def _or_worst(loss: float) -> float:
+    """inf for nan, which compares with nothing: of a run that came apart."""
+    return math.inf if math.isnan(loss) else loss
+
+
+def _over(number: float, other: float) -> float:
+    """nan where the other is 0: of runs so short that nothing was sent, or gained, in them."""
+    return number / other if other else math.nan
 
 
 def _charts(trained: Mapping[str, Trained]) -> list[Chart]:
     def line(name: str, of: Callable[[Any], float]) -> Line:
-        return Line(name=name, points=tuple((of(p), p.loss) for p in trained[name].curve if of(p) > 0))
+        curve = [p for p in trained[name].curve if of(p) > 0 and math.isfinite(p.loss)]
+        return Line(name=name, points=tuple((of(p), p.loss) for p in curve))
 
     return [
         Chart(

@@ -1,6 +1,6 @@
 """What long benches have found so far, a line for each run in a file, so that one that was interrupted goes on.
 
-A line is the run's settings and its result. Lines that cannot be read, as the last one after a power cut, do not count.
+A line is the run's settings and its result. Lines that are none, as the last one after a power cut, do not count.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from potluck.bench.convergence import Point, Trained
+from potluck.types.errors import ResourceError
 
 Settings = Mapping[str, Any]
 """Of one run, as JSON values: what it says must be all that its result depends on."""
@@ -33,25 +34,29 @@ J = TypeVar("J", bound=Job)
 class Records:
     """Results by settings. Without a file they are kept for this process alone."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, *, told: Callable[[str], None] = lambda _: None) -> None:
+        """ResourceError where the file cannot be read and written. `told` hears of a result that it does not take."""
+        self._path, self._told = path, told
         self._found: dict[str, Trained] = {}
         self._is_whole = True  # whether the file's last line has its end
-        if path is not None and path.is_file():
-            text = path.read_text(encoding="utf-8")
-            self._is_whole = text.endswith("\n") or not text
-            for line in text.splitlines():
-                self._read(line)
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()  # to find that out after the first run would cost it
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise ResourceError(f"{path} cannot keep runs ({error.strerror}); give another file to --record") from error
+        self._is_whole = text.endswith("\n") or not text
+        for line in text.splitlines():
+            self._read(line)
 
     def _read(self, line: str) -> None:
         try:
             value: dict[str, Any] = json.loads(line)
-            result = dict(value["result"])
-            curve = tuple(Point(**point) for point in result.pop("curve"))
-            found = Trained(params=torch.empty(0), curve=curve, **result)
-        except (ValueError, KeyError, TypeError):
+            self._found[_key(value["settings"])] = _trained(value["result"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return
-        self._found[_key(value["settings"])] = found
 
     def get(self, settings: Settings) -> Trained | None:
         """Without its parameters, which are not kept."""
@@ -61,11 +66,16 @@ class Records:
         self._found[_key(settings)] = result
         if self._path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         kept = {name: value for name, value in asdict(result).items() if name != "params"}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(("" if self._is_whole else "\n") + json.dumps({"settings": settings, "result": kept}) + "\n")
-        self._is_whole = True
+        line = json.dumps({"settings": settings, "result": kept}) + "\n"
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line if self._is_whole else f"\n{line}")
+        except OSError as error:  # the other runs go on: it is there when they end
+            self._is_whole = False
+            self._told(f"{self._path} does not take a run that is done ({error.strerror}); free some space")
+        else:
+            self._is_whole = True
 
     def completed(
         self, pool: Executor, run: Callable[[J], Trained], jobs: Sequence[J], *, told: Callable[[J, Trained], None]
@@ -79,6 +89,20 @@ class Records:
             self.add(job.settings, trained)
             done[job] = trained
         return {job: done[job] for job in jobs}
+
+
+def _trained(value: Any) -> Trained:
+    """A result that was read. ValueError, KeyError, TypeError or AttributeError where it is none."""
+    result: dict[str, Any] = dict(value)
+    curve = tuple(Point(**_numbers(point)) for point in result.pop("curve"))
+    return Trained(params=torch.empty(0), curve=curve, **_numbers(result))
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, no number")
+    return dict(values)
 
 
 def _key(settings: Settings) -> str:

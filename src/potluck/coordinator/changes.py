@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,11 +57,7 @@ def changed(recipe: Recipe, setting: str) -> tuple[str, Recipe]:
         raise RecipeError(_not_live(key))
     table = recipe.to_json()
     apply_override(table, setting)
-    recipe = parse_recipe(table, "the change")
-    value = _values(recipe, key)[key]
-    if isinstance(value, float) and not math.isfinite(value):  # the ledger keeps it as JSON
-        raise RecipeError(f"{key} is {value} and must be a finite number")
-    return key, recipe
+    return key, parse_recipe(table, "the change")
 
 
 def _not_live(key: str) -> str:
@@ -96,18 +91,22 @@ class Changes:
         self._turn = asyncio.Lock()
 
     async def set(self, run: Coordinator, setting: str, *, by: str) -> str:
-        """Set one key: written down first, then in force. The sentence that says so. RecipeError."""
+        """Set one key: written down first, then in force. The sentence that says so.
+
+        RecipeError, and nothing is set, also for what the run's strategy refuses.
+        """
         async with self._turn:
             return await self._set(run, setting, by=by)
 
     async def _set(self, run: Coordinator, setting: str, *, by: str) -> str:
         key, recipe = changed(self.now, setting)
+        plan = replanned(run.plan, recipe)
         rounds = run.state.round if run.state else 0
         operation = _operation(key, self._given, self.now, recipe, at=run.clock.time(), round=rounds, by=by)
         await run.lanes.ledger.run(run.ledger.record, operation)
         self.now = recipe
         run.operations.append(operation)
-        run.adopt(replanned(run.plan, recipe))
+        run.adopt(plan)
         run.tell("changed", f"{by}: {sentence(operation)}", key=key, value=operation.value["value"])
         is_spent = key.startswith("budget.") and run.state is not None and run.facts.progress(run.state) >= 1.0
         return sentence(operation) + (spent if is_spent else "")

@@ -401,7 +401,7 @@ class Coordinator:
         if plan.transfer != self.plan.transfer:
             self.pacer.limit(plan.transfer.limits())
         self.plan, self.config = plan, plan.fleet
-        self.facts = replace(self.facts, budget=plan.budget)
+        self.facts = plan.facts(initial=self.facts.initial, zeros=self.facts.zeros)
         self.fleet.adopt(self.facts, plan.fleet)
         self.checkpoints.keep = plan.checkpoint.keep
         self._watch.config = plan.divergence

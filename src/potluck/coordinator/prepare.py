@@ -94,8 +94,10 @@ def _identity(run_dir: Path) -> tuple[str, dict[str, Any]]:
 
 
 def replanned(plan: Plan, recipe: Recipe) -> Plan:
-    """The plan with what may change while a run goes on."""
-    return replace(plan, **_changeable(recipe))
+    """The plan with what may change while a run goes on. RecipeError for what the strategy refuses of it."""
+    changed = replace(plan, **_changeable(recipe))
+    _check_strategy(changed)
+    return changed
 
 
 def _changeable(recipe: Recipe) -> dict[str, Any]:
@@ -217,9 +219,14 @@ def _plan(
             Digest(d) for d in (tokenizer_object, *(each.digest for each in (base.objects if base else ()))) if d
         ),
     )
-    nowhere = Params((Fragment("nowhere", layout.numel),))
-    strategy.init(plan.facts(initial=nowhere, zeros=nowhere))  # what it refuses is known before a folder is bound to it
+    _check_strategy(plan)  # what it refuses is known before a folder is bound to it
     return plan
+
+
+def _check_strategy(plan: Plan) -> None:
+    """RecipeError for what the strategy refuses of the recipe's other sections."""
+    nowhere = Params((Fragment("nowhere", plan.layout.numel),))
+    plan.strategy.init(plan.facts(initial=nowhere, zeros=nowhere))
 
 
 def _check_adapters(recipe: Recipe, strategy: Strategy) -> None:

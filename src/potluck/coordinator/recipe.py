@@ -8,6 +8,7 @@ a shipped recipe or in `--set` are relative to the current directory.
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -183,6 +184,8 @@ ALTERNATIVES = (
 """Of each group a recipe gives one; `--set` of one takes the place of the others."""
 
 
+_library_table = "model.config"
+"""What it may hold is for transformers to say."""
 IDENTITY = "recipe.json"
 """In a run's folder: its id and the recipe it was started with the last time."""
 STRATEGY_FOLDER = "strategy"
@@ -321,19 +324,36 @@ def _strategy(value: Any, where: str) -> StrategyConfig:
         raise RecipeError(f"{where}: strategy.name is missing; it is a shipped strategy or your own file.py:Class")
     inner = _check(InnerConfig, settings.pop("inner", {}), "strategy.inner", where)
     extra = ["strategy.name", "strategy.inner", *known_keys()]
-    return StrategyConfig(
-        name=name, inner=inner, settings=_check(config_type(name), settings, "strategy", where, also=extra)
-    )
+    is_own = ".py:" in name  # and so is what its numbers mean
+    checked = _check(config_type(name), settings, "strategy", where, also=extra, may_be_infinite=is_own)
+    return StrategyConfig(name=name, inner=inner, settings=checked)
 
 
-def _check(model: type[M], value: Any, section: str, where: str, also: Iterable[str] = ()) -> M:
-    """`value` as `model`, strictly: no text for numbers, no unknown key. Raises RecipeError."""
+def _check(
+    model: type[M], value: Any, section: str, where: str, also: Iterable[str] = (), *, may_be_infinite: bool = False
+) -> M:
+    """`value` as `model`, strictly: no text for numbers, no infinite ones, no unknown key. Raises RecipeError."""
+    if not may_be_infinite and (odd := _not_finite(value, section)):
+        raise RecipeError(f"{where}: {odd} and must be a finite number")
     try:
         # Through JSON, where strict still lets a list be a tuple.
         return model.model_validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         keys = [f"{section}.{name}" if section else name for name in model.model_fields]
         raise RecipeError(f"{where}: {sentence(error, section, [*keys, *(also or known_keys())])}") from error
+
+
+def _not_finite(value: Any, key: str) -> str:
+    """The first number that is infinite or NaN, by its full key: "budget.hours is inf"; "" where there is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{key} is {value}"
+    if isinstance(value, dict):
+        inside = [(f"{key}.{name}" if key else str(name), item) for name, item in value.items()]
+    elif isinstance(value, list):
+        inside = [(f"{key}[{number}]", item) for number, item in enumerate(value)]
+    else:
+        return ""
+    return next(filter(None, (_not_finite(item, name) for name, item in inside if name != _library_table)), "")
 
 
 def _anchor(table: dict[str, Any], folder: Path) -> None:

@@ -6,7 +6,7 @@ they change something. What was chosen is in the lease, so a round that is taken
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,17 +31,17 @@ class UpEncoding:
         self._current: dict[WorkerId, str] = {}  # the codec of each worker's last update
         self.told: Callable[[WorkerId, str], None] = lambda _worker, _reason: None  # hears new choices
 
-    async def specs(self, task: str, units: Mapping[WorkerId, float]) -> dict[WorkerId, str]:
-        """How each of these workers is to encode the result of a task of so many units of work."""
+    async def specs(self, task: str, units: Mapping[WorkerId, float], part: Sequence[int] = ()) -> dict[WorkerId, str]:
+        """How each of these workers is to encode the result of a task of so many units of work: a vector that holds
+        these tensors of the layout, () for all."""
         config = self._run.compression
         if config.mode == "fixed":
             return dict.fromkeys(units, self._run.up_codec)
         if not self._candidates:
             self._candidates = await self._executor.run(lambda: [measured(name) for name in config.candidates])
         senders = [self._sender(worker, task, each) for worker, each in units.items()]
-        chosen = choose(
-            senders, self._candidates, num_params=self._run.layout.numel, max_distortion=config.max_distortion
-        )
+        num_params = self._run.layout.part(part).numel
+        chosen = choose(senders, self._candidates, num_params=num_params, max_distortion=config.max_distortion)
         for worker, choice in chosen.items():
             if self._current.get(worker) != choice.codec:
                 self._current[worker] = choice.codec

@@ -166,8 +166,10 @@ class Intake:
         if result.not_finite:
             self._fleet.overflowed.add(member.id)
         self._verdict(member, lease.id, "dropped", "the task failed")
-        if result.lacks_state:
+        if result.lacks_state and lease.id in self._fleet.book.open:
             await self._fleet.ahead.lacks_state(member.id)
+        if lease.id not in self._fleet.book.open:
+            return  # it follows work that was lost meanwhile, and could not be done without that
         await self._fleet.fail(lease, reason)
         if result.lacks_state and not member.failing:  # its disk is gone, or another one: once that is no fault
             member.failing = True

@@ -190,6 +190,8 @@ def loss(
         return f"{lease.worker} did not come back" if waited_s > restart_grace * config.reconnect_s else ""
     if member.quarantined:
         return f"{member.id} is quarantined: {member.quarantined}"
+    if lease.early is not None:
+        return ""  # its worker has answered, and nobody asks yet
     gone = absence(member, now, config)
     if gone and others_work and lease.message.kind == "pinned" and not member.leaving:
         return ""  # it may come back before they are done

@@ -529,7 +529,7 @@ class LiveFleet:
         starts = bases or {}
         keeps = self.publisher.bases() if holder is self.ahead.work.attempt else []
         units = {worker: float(bound.num_sequences or 1) for worker, bound, _, _ in work}
-        specs = await self.encoding.specs(work[0][1].task, units) if expects else {}
+        specs = await self.encoding.specs(work[0][1].task, units, work[0][1].part) if expects else {}
         for worker, bound, key, issue in work:
             if bound.arguments is not arguments:  # most often all get the same
                 arguments, encoded = bound.arguments, encode_arguments(bound.arguments, self.publisher.digests)

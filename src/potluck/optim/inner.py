@@ -28,7 +28,7 @@ class InnerConfig(BaseModel):
     betas: tuple[float, float] = Field(
         default=(0.9, 0.95), description="AdamW's averaging coefficients; the second is adafactor's too"
     )
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's and adafactor's epsilon")
+    eps: float = Field(default=1e-8, ge=1e-30, le=1, description="AdamW's and adafactor's epsilon")
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="`muon`: its averaging coefficient")
     weights: Literal["fp32", "bf16"] = Field(
         default="fp32",
@@ -39,11 +39,13 @@ class InnerConfig(BaseModel):
         default=False, description="keep one vector of each layer and compute the rest again: less memory, 4/3 the work"
     )
     clip: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 turns clipping off")
-    batch_size: int = Field(default=8, ge=1, description="sequences in a micro-batch of one worker")
-    accumulation: int = Field(default=1, ge=1, description="micro-batches in one inner step")
+    batch_size: int = Field(default=8, ge=1, le=1 << 15, description="sequences in a micro-batch of one worker")
+    accumulation: int = Field(default=1, ge=1, le=1 << 15, description="micro-batches in one inner step")
 
     @model_validator(mode="after")
     def _go_together(self) -> InnerConfig:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"`betas` are {self.betas} and must be at least 0 and below 1")
         if self.weights == "bf16" and self.optimizer != "adafactor":
             raise ValueError(
                 f'`weights` "bf16" needs steps that are rounded at random, which {self.optimizer} does not '

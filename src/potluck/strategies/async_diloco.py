@@ -26,6 +26,9 @@ With a quorum a commit takes one update of each worker that has delivered: once 
 much longer as `grace` says, and whoever is later counts in the next commit. Workers that have delivered wait for it.
 Each commit is a cycle of its own then, N the updates in it: DiLoCo's outer step with those who replied.
 
+A rule of aggregation that bears some wrong updates bears some wrong workers only where a commit takes one update of
+each: so with any rule but the mean it does, and K is at most n.
+
 Updates count alike, whatever the tokens in them: who took more steps has moved further already. Differences to the
 papers: N follows the fleet from cycle to cycle unless n is set, steps are granted by the pace that was measured, and
 an update whose tau is above `max_staleness` is dropped.
@@ -43,7 +46,8 @@ from potluck.codecs.delta import longest_way
 from potluck.optim.outer import delayed_nesterov
 from potluck.planner.balance import fastest_s
 from potluck.strategies.diloco import inner
-from potluck.strategies.fleet import Fleet, WorkerInfo, summed, weighted_mean
+from potluck.strategies.fleet import Fleet, WorkerInfo, share_of, summed, weighted_mean
+from potluck.strategies.local_steps import most_steps
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
@@ -53,25 +57,32 @@ from potluck.types.params import Params
 
 usual_staleness = 8
 """Cycles of which an update may be late, where the recipe does not say it."""
+least_weight = 1e-30
+"""Of an update, however stale: a mean needs weights above 0."""
 
 
 class AsyncDiLoCoConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_inner_steps: int = Field(
-        default=100, ge=1, description="H: inner steps of an update; where work is balanced, of the fastest worker's"
+        default=100,
+        ge=1,
+        le=most_steps,
+        description="H: inner steps of an update; where work is balanced, of the fastest worker's",
     )
     outer_lr: float = Field(default=0.7, gt=0, description="eta: size of the outer step")
     outer_momentum: float = Field(default=0.6, ge=0, lt=1, description="mu: delayed Nesterov momentum")
     momentum_every: int = Field(
-        default=0, ge=0,
+        default=0, ge=0, le=1_000_000,
         description="n: updates, rounded up to whole commits, after which the momentum moves; 0 for as many as there "
         "are workers; with a quorum it moves with each commit",
     )  # fmt: skip
     momentum_spread: float = Field(
         default=0.0, ge=0, le=1, description="sigma: share of the momentum that the steps within a cycle take"
     )
-    updates_per_commit: int = Field(default=1, ge=1, description="K: updates that one commit takes together")
+    updates_per_commit: int = Field(
+        default=1, ge=1, le=1_000_000, description="K: updates that one commit takes together"
+    )
     staleness: Literal["none", "polynomial", "hinge"] = Field(
         default="none", description="how an update's weight falls with the commits since it began"
     )
@@ -112,8 +123,13 @@ class AsyncDiLoCo:
         self.config = config
 
     def init(self, run: RunFacts) -> AsyncDiLoCoState:
-        settings = "fleet.min_workers and strategy.quorum" if self.config.quorum else "strategy.updates_per_commit"
-        run.check_rule(self._num_updates(run.min_workers), settings=settings)
+        num_updates = self._num_updates(run, run.min_workers)
+        settings = (
+            "strategy.updates_per_commit" if self.config.updates_per_commit <= num_updates else "fleet.min_workers"
+        )
+        if self.config.quorum:
+            settings = "fleet.min_workers and strategy.quorum"
+        run.check_rule(num_updates, settings=settings)
         num_behind = self._commits_per_cycle(run.min_workers)
         if run.down.is_delta and num_behind > (longest := longest_way(run.layout, run.down_policy)):
             raise RecipeError(
@@ -126,7 +142,8 @@ class AsyncDiLoCo:
     async def run_round(self, state: AsyncDiLoCoState, fleet: Fleet) -> AsyncDiLoCoState:
         """One commit."""
         config, run, workers = self.config, fleet.run, fleet.workers()
-        num_steps = min(config.num_inner_steps, run.steps_left(state, len(workers)))
+        num_updates, one_each = self._num_updates(run, len(workers)), run.aggregation.rule != "mean"
+        num_steps = min(config.num_inner_steps, run.steps_left(state, max(len(workers), num_updates)))
         sequences_per_step = run.inner.sequences_per_step
         fastest = fastest_s([w.pace.unit_s for w in workers if w.pace])
         progress = run.progress_span(state, sum(dynamic_steps(num_steps, w, fastest) for w in workers))
@@ -139,9 +156,9 @@ class AsyncDiLoCo:
         replies = await fleet.gather(
             offer,
             key="inner",
-            min_replies=self._num_updates(len(workers)),
+            min_replies=num_updates,
             expects=weighted_mean("delta", by=""),
-            grace=config.grace if config.quorum else None,
+            grace=config.grace if config.quorum else 0.0 if one_each else None,
             max_staleness=config.max_staleness or usual_staleness * self._commits_per_cycle(len(workers)),
         )
         weights = {r.key: self.weight(state.round - r.round) for r in replies}
@@ -190,24 +207,28 @@ class AsyncDiLoCo:
             cycle=cycle,
         )
 
-    def _num_updates(self, num_workers: int) -> int:
+    def _num_updates(self, run: RunFacts, num_workers: int) -> int:
         """That a commit takes, with a quorum at least."""
-        return math.ceil(self.config.quorum * num_workers) or self.config.updates_per_commit
+        if self.config.quorum:
+            return share_of(self.config.quorum, num_workers)
+        most = self.config.updates_per_commit
+        return most if run.aggregation.rule == "mean" else min(most, num_workers)
 
     def _commits_per_cycle(self, num_updates: int) -> int:
         """That so many updates take, or a few more."""
         return 1 if self.config.quorum else math.ceil(num_updates / self.config.updates_per_commit)
 
     def weight(self, staleness: int) -> float:
-        """s(tau)."""
+        """s(tau), at least `least_weight`."""
         config = self.config
         match config.staleness:
             case "none":
                 return 1.0
             case "polynomial":
-                return (1.0 + staleness) ** -config.staleness_rate
+                return max((1.0 + staleness) ** -config.staleness_rate, least_weight)
             case "hinge":
-                return 1.0 / (config.staleness_rate * max(staleness - config.staleness_free, 0) + 1.0)
+                late = max(staleness - config.staleness_free, 0)
+                return max(1.0 / (config.staleness_rate * late + 1.0), least_weight)
 
     def estimate(self, run: RunFacts) -> RoundBytes:
         """Of an update. Without a quorum a worker has one in as many rounds as there are workers to an update, and then

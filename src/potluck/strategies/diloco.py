@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from potluck.optim.outer import nesterov
 from potluck.strategies.fleet import Fleet
-from potluck.strategies.local_steps import STEP_NUMBERS, Shares, take_steps
+from potluck.strategies.local_steps import STEP_NUMBERS, Shares, most_steps, take_steps
 from potluck.strategies.replica import Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
@@ -37,7 +37,10 @@ class DiLoCoConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_inner_steps: int = Field(
-        default=100, ge=1, description="H: inner steps of each worker in a round; on average where work is balanced"
+        default=100,
+        ge=1,
+        le=most_steps,
+        description="H: inner steps of each worker in a round; on average where work is balanced",
     )
     outer_lr: float = Field(default=0.7, gt=0, description="eta: size of the outer step")
     outer_momentum: float = Field(

@@ -38,7 +38,7 @@ from potluck.optim.federated import adaptive, blend, heavy_ball
 from potluck.optim.inner import learning_rate
 from potluck.optim.outer import axpy
 from potluck.strategies.fleet import Fleet
-from potluck.strategies.local_steps import STEP_NUMBERS, Shares, take_steps
+from potluck.strategies.local_steps import STEP_NUMBERS, Shares, most_steps, take_steps
 from potluck.strategies.replica import Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
@@ -57,7 +57,10 @@ class FedAvgConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_inner_steps: int = Field(
-        default=100, ge=1, description="inner steps of each worker in a round; on average where work is balanced"
+        default=100,
+        ge=1,
+        le=most_steps,
+        description="inner steps of each worker in a round; on average where work is balanced",
     )
     outer: Literal["sgd", "adam", "yogi", "adagrad"] = Field(
         default="sgd", description="what the coordinator does with the mean: FedAvg and FedAvgM, FedAdam, FedYogi, "
@@ -70,7 +73,7 @@ class FedAvgConfig(BaseModel):
     betas: tuple[float, float] = Field(
         default=(0.9, 0.99), description="averaging coefficients of `adam` and `yogi`; the first is `adagrad`'s too"
     )
-    tau: float = Field(default=1e-3, gt=0, description="how adaptive the others are: less the bigger it is")
+    tau: float = Field(default=1e-3, ge=1e-12, le=1e6, description="how adaptive the others are: less the bigger it is")
     proximal: float = Field(
         default=0.0, ge=0, description="mu of FedProx, 0.001 to 1: pulls workers to where the round began"
     )

@@ -57,7 +57,7 @@ from potluck.optim.dp_sgd import PrivacyConfig
 from potluck.optim.outer import axpy
 from potluck.strategies import evaluation, merging
 from potluck.strategies.fleet import Fleet, Head, Replies, Reply
-from potluck.strategies.local_steps import PRIVATE_STEP_NUMBERS, STEP_NUMBERS, Shares, take_steps
+from potluck.strategies.local_steps import PRIVATE_STEP_NUMBERS, STEP_NUMBERS, Shares, most_steps, take_steps
 from potluck.strategies.merging import MergingState
 from potluck.strategies.replica import Loss, Replica
 from potluck.strategies.run import RunFacts
@@ -85,7 +85,10 @@ class FedLoRAConfig(BaseModel):
         "and for unequal ranks `flora`, `flex_lora`, `het_lora`",
     )
     num_inner_steps: int = Field(
-        default=20, ge=1, description="inner steps of each worker in a round; on average where work is balanced"
+        default=20,
+        ge=1,
+        le=most_steps,
+        description="inner steps of each worker in a round; on average where work is balanced",
     )
     press: float = Field(
         default=0.0, ge=0, description="lambda of `het_lora`: workers press the components above the next lower rank "

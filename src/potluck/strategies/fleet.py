@@ -9,6 +9,7 @@ top, and a verb whose key was answered before returns the logged replies in the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -112,6 +113,11 @@ def summed(replies: Iterable[Reply], name: str) -> float:
             raise RoundFailed(f"{reply.worker} reported {value!r} as {name}, which must be a number")
         found += value
     return found
+
+
+def share_of(share: float, whole: int) -> int:
+    """So much of that many, rounded up, at least 1."""
+    return max(math.ceil(share * whole - 1e-9), 1)  # 0.55 * 20 is a little above 11
 
 
 Op = Callable[..., Sequence[Tensor]]

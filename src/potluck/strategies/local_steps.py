@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from potluck.planner.balance import balanced
-from potluck.strategies.fleet import Fleet, Replies, Reply, weighted_mean
+from potluck.strategies.fleet import Fleet, Replies, Reply, share_of, weighted_mean
 from potluck.strategies.replica import Replica, Step
 from potluck.strategies.state import State
 from potluck.strategies.task import BoundTask, Result
@@ -23,6 +23,8 @@ from potluck.types.ids import WorkerId
 from potluck.types.params import Params
 from potluck.types.vector import Vector
 
+most_steps = 1_000_000
+"""Inner steps of a worker in a round: their data is dealt, and written down, when it begins."""
 STEP_NUMBERS = ("num_tokens", "loss_sum", "num_steps")
 """The scalars of `summed_steps`,"""
 PRIVATE_STEP_NUMBERS = ("num_tokens", "num_steps", "epsilon")
@@ -110,7 +112,7 @@ class Shares:
                 for worker, steps in self.granted.items()
             },
             key="inner",
-            min_replies=math.ceil(min_reply_fraction * len(self.granted)),
+            min_replies=share_of(min_reply_fraction, len(self.granted)),
             reduce=reduction if is_reduced else None,
             expects=reduction,
         )

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from potluck.codecs.policy import small_numel
 from potluck.codecs.spec import parse_spec
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig, DiLoCoState
+from potluck.strategies.local_steps import most_steps
 from potluck.strategies.run import RunFacts
 from potluck.types.errors import RecipeError
 
@@ -32,7 +33,10 @@ class SparseDiLoCoConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_inner_steps: int = Field(
-        default=100, ge=1, description="H: inner steps of each worker in a round; on average where work is balanced"
+        default=100,
+        ge=1,
+        le=most_steps,
+        description="H: inner steps of each worker in a round; on average where work is balanced",
     )
     outer_lr: float = Field(default=1.0, gt=0, description="eta: size of the outer step")
     min_reply_fraction: float = Field(

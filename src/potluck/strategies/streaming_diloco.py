@@ -22,7 +22,8 @@ the fragment that is smallest so far, then the next. The paper strides over laye
 A worker's work is a chain of pinned tasks, begun before the rounds that collect them, so that it always has the next
 one: at most two for a segment, since a task takes up what it was given when it begins. theta_i and the theta_p of all
 fragments are part of its pinned state: a round that is discarded, or a machine that dies in the middle of a window,
-goes back to them. Who joins, or has lost its state, is given all fragments and enters where the others are next.
+goes back to them. Who joins, or has lost its state, is given all fragments and enters where the others are next; where
+those who train are too few for the rule of aggregation and with those who enter are not, all enter at once.
 
 Eager updates (Kale et al. 2025, arXiv:2502.12996; here without momentum of the worker's own): when it sends delta_i,p
 a worker does not keep theta_i,p while it waits, but takes what it expects theta_p to become,
@@ -46,8 +47,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from potluck.optim.outer import nesterov
-from potluck.strategies.fleet import Fleet, Reduction, weighted_mean
-from potluck.strategies.local_steps import STEP_NUMBERS, summed_steps
+from potluck.strategies.fleet import Fleet, Reduction, share_of, weighted_mean
+from potluck.strategies.local_steps import STEP_NUMBERS, most_steps, summed_steps
 from potluck.strategies.replica import Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
@@ -65,7 +66,9 @@ _layer = re.compile(r"(?:^|\.)(?:h|layers?|blocks?)\.(\d+)\.")
 class StreamingDiLoCoConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_inner_steps: int = Field(default=96, ge=1, description="H: inner steps between two exchanges of one fragment")
+    num_inner_steps: int = Field(
+        default=96, ge=1, le=most_steps, description="H: inner steps between two exchanges of one fragment"
+    )
     num_fragments: int = Field(
         default=4, ge=1, description="P: parts of the model that are exchanged in turn; divides H"
     )
@@ -182,7 +185,7 @@ class StreamingDiLoCo:
         here = [worker for worker, (first, _) in members.items() if first <= now]
         got = await fleet.collect(
             [_key(now, is_end=False), _key(now, is_end=True)] if self._rest else [_key(now, is_end=True)],
-            min_replies=math.ceil(config.min_reply_fraction * len(here)),
+            min_replies=share_of(config.min_reply_fraction, len(here)),
             reduce=self._mean(state, run, now),
         )
         part = self._fragment(run, now)
@@ -220,9 +223,15 @@ class StreamingDiLoCo:
             place = state.members.get(worker.id)
             if place is not None and (worker.under_way or (place[0] < now and worker.holds_state)):
                 going_on[worker.id] = (place[0], place[1])
-        at_once = all(first > now for first, _ in going_on.values())
-        if going_on and at_once:
+        num_training = sum(first <= now for first, _ in going_on.values())
+        if going_on and not num_training:
             raise RoundFailed("none of those who were training is here any more")
+        rule = fleet.run.aggregation
+        if rule.fails_with(num_training) and not rule.fails_with(len(cohort)):  # there are enough if all begin at once
+            if any(worker.under_way for worker in cohort):
+                raise RoundFailed(f"{num_training} of {len(cohort)} workers are training, too few for {rule.rule}")
+            going_on, num_training = {}, 0
+        at_once = not num_training
         enters = now if at_once else now + self._num_behind + (self._rest > 0)
         return {w.id: going_on.get(w.id, (enters, now)) for w in cohort}
 
@@ -332,6 +341,11 @@ def fragments(layout: Layout, num_fragments: int) -> tuple[tuple[int, ...], ...]
     """The tensors of each fragment, by their places in the layout; () for all of them. RecipeError for too many."""
     if num_fragments == 1:
         return ((),)
+    if num_fragments > len(layout.tensors):
+        raise RecipeError(
+            f"strategy.num_fragments is {num_fragments} and this model has layers for {len(layout.tensors)} at most; "
+            "lower it"
+        )
     dealt: list[list[int]] = [[] for _ in range(num_fragments)]
     outside: list[int] = []
     for number, tensor in enumerate(layout):

@@ -11,7 +11,6 @@ With `fleet.balance = "time"` they are: faster workers get more sequences of the
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from potluck.optim.inner import InnerConfig, learning_rate
 from potluck.optim.outer import adamw, sgd
 from potluck.planner.balance import balanced
-from potluck.strategies.fleet import Fleet, total
+from potluck.strategies.fleet import Fleet, share_of, total
 from potluck.strategies.replica import Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
@@ -74,7 +73,7 @@ class SyncSGD:
                 for worker, num_sequences in shares.items()
             },
             key="gradient",
-            min_replies=math.ceil(self.config.min_reply_fraction * len(workers)),
+            min_replies=share_of(self.config.min_reply_fraction, len(workers)),
             reduce=total("gradient", over="num_tokens"),
         )
         num_tokens = int(got.sum("num_tokens"))

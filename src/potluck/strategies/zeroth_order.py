@@ -38,7 +38,7 @@ from potluck.optim.inner import learning_rate
 from potluck.optim.zeroth_order import Difference, SeedPool, Step, accept, most_seeds, projected_gradients, rebuild
 from potluck.optim.zeroth_order import replay as take
 from potluck.strategies.evaluation import by_members, over
-from potluck.strategies.fleet import Fleet, Replies, Reply, WorkerInfo
+from potluck.strategies.fleet import Fleet, Replies, Reply, WorkerInfo, share_of
 from potluck.strategies.replica import Loss, Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
@@ -235,10 +235,10 @@ class ZerothOrder:
                 for worker in workers
             },
             key="inner",
-            min_replies=math.ceil(config.min_reply_fraction * len(workers)),
+            min_replies=share_of(config.min_reply_fraction, len(workers)),
         )  # fmt: skip
         caught_up = {reply.worker for reply in got.replies}  # also whose slopes are of no use
-        got, slopes = self.joined(got, run, num_steps, num_needed=math.ceil(config.min_reply_fraction * len(workers)))
+        got, slopes = self.joined(got, run, num_steps, num_needed=share_of(config.min_reply_fraction, len(workers)))
         round = Round(number=now, lr=lr, slopes=slopes)
         try:
             steps = round.steps(seeds)

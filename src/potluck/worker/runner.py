@@ -40,6 +40,7 @@ from potluck.worker.feedback import carry_left_over, write_update
 from potluck.worker.gate import Gate
 from potluck.worker.hollow import HollowTrainer
 from potluck.worker.link import Link
+from potluck.worker.order import to_begin
 from potluck.worker.pieces import Pieces
 from potluck.worker.replica import TorchReplica
 from potluck.worker.session import Post, lease_id, session_of
@@ -236,8 +237,8 @@ class Runner:
 
     async def _work(self) -> None:
         while True:
-            taken = self.results.keys() | self._sending.keys()
-            waiting = [x for id, x in self.wanted.items() if id not in taken and not self.held and not self.withdraws]
+            idle = self.held or self.withdraws
+            waiting = [] if idle else to_begin(self.wanted, self.results, self._sending)
             if not waiting:
                 self._wake.clear()
                 await self._wake.wait()

@@ -87,8 +87,8 @@ class RunFolder:
 
     def residuals(self, version: str) -> list[Path]:
         """All files of what codecs lost."""
-        path = self._path(version)
-        return [p for p in path.parent.glob(f"{path.stem}.residual*") if _is_residual.fullmatch(p.suffix)]
+        stem = self._path(version).stem  # no pattern of its own: each one stays in caches of the standard library
+        return [p for p in self._local.iterdir() if p.stem == stem and _is_residual.fullmatch(p.suffix)]
 
     def carry_residuals(self, version: str, to: str, *, but: Path | None = None) -> None:
         """What nothing was sent of is left over in the next state too. `but`: the one of what was sent."""
