@@ -42,16 +42,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from potluck.codecs.delta import WHOLE
-from potluck.lora.factors import Factors, drawn
-from potluck.lora.fed_ex import fed_ex
-from potluck.lora.flex_lora import flex_lora
-from potluck.lora.flora import flora
-from potluck.lora.het_lora import het_lora
+from potluck.lora.change import change_of
+from potluck.lora.factors import Factors
 from potluck.lora.merged import with_product
 from potluck.lora.places import AdaptedLayer, Factor, adapted_layers, factors_in, part_of, placed
 from potluck.lora.ro_lora import moving
 from potluck.lora.stacks import Stack, stacked, with_stacks
-from potluck.lora.weighted import Updates
 from potluck.models.config import AdapterConfig
 from potluck.optim.dp_sgd import PrivacyConfig
 from potluck.optim.outer import axpy
@@ -484,7 +480,7 @@ class FedLoRA:
                     for weight, rank, tensors in weighed
                 ]
                 held = Factors(*layer.factors(factors_in(before, layout, layer)), adapter.scaling)
-                change = self._change(held, updates, adapter, fresh)
+                change = change_of(self.config.rule, held, updates, fresh)
                 found |= placed(layer, change.adapter)
                 if layer.merged is not None:
                     assert change.merged is not None, "a rule with matrices for what is merged merges each round"
@@ -493,28 +489,6 @@ class FedLoRA:
         pieces = [(layout.ranges([i]), vector) for i, vector in found.items()]
         made = {"params": Vector.joined(layout.numel, pieces)}
         return Result({}, {**made, "stack": Vector.of(stacked(added))} if is_stacked else made)
-
-    def _change(
-        self, held: Factors, updates: Updates, adapter: AdapterConfig, fresh: torch.Generator
-    ) -> Change:  # fmt: skip
-        """Of one layer. `held` is the adapter before, of the highest rank."""
-        rank, scale = adapter.rank, adapter.scaling
-        match self.config.rule:
-            case "flora":
-                a = drawn(torch.empty_like(held.a), fresh)
-                return Change(Factors(a, torch.zeros_like(held.b), scale), flora(updates))
-            case "fed_ex":
-                got = fed_ex(updates)
-                return Change(got.mean, got.residual)
-            case "flex_lora":
-                return Change(flex_lora(updates, max_rank=rank).resized(rank, scale=scale))
-            case _:
-                highest = max(adapter.rank for _, adapter in updates)
-                mean = het_lora(updates).resized(highest, scale=scale)
-                a = torch.cat([mean.a, held.a[highest:]])  # components that nobody has now stay as they were
-                b = torch.cat([mean.b, held.b[:, highest:]], dim=1)
-                is_dead = ~(a.any(dim=1) | b.any(dim=0))  # without gradient for good, unless A is again what it was
-                return Change(Factors(torch.where(is_dead[:, None], held.a, a), b, scale))
 
     async def validate(self, state: FedLoRAState, fleet: Fleet, *, num_parts: int) -> Loss:
         """With `fed_sa` each worker has its own B: what it validates is its own model."""
@@ -548,14 +522,6 @@ class FedLoRA:
         sent = part_of(places, self.rule.sends(num), adapter.rank)
         down = sum(run.down_bytes(part) for part in self._parts(run, adapter.rank) if {*sent} & {*part})
         return RoundBytes(up=run.up_bytes("delta", sent), down=down + merged_bytes)
-
-
-@dataclass(frozen=True)
-class Change:
-    """What a round makes of one layer: its adapter, of the highest rank, and what goes into the base."""
-
-    adapter: Factors
-    merged: Factors | None = None
 
 
 def _epsilons(got: Replies) -> dict[str, float]:
