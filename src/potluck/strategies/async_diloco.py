@@ -81,8 +81,10 @@ class AsyncDiLoCoConfig(BaseModel):
         default=0.0, ge=0, le=1, description="sigma: share of the momentum that the steps within a cycle take"
     )
     updates_per_commit: int = Field(
-        default=1, ge=1, le=1_000_000, description="K: updates that one commit takes together"
-    )
+        default=1, ge=1, le=1_000_000,
+        description="K: updates that one commit takes together; with a rule of aggregation other than the mean one of "
+        "each worker",
+    )  # fmt: skip
     staleness: Literal["none", "polynomial", "hinge"] = Field(
         default="none", description="how an update's weight falls with the commits since it began"
     )
