@@ -165,10 +165,9 @@ def inner(
         replica.prefer(beta=beta)
     if begins_anew:
         replica.forget_moments()
-    if own := sorted({*keeps} & {*sends}):
+    if own := {*keeps} & {*sends}:
         raise Refused(
-            f"the task would send {replica.layout.tensors[own[0]].name[:200]}, which stays with its worker's owner; "
-            "leave it out of what is sent"
+            f"{replica.layout.tensors[min(own)].name[:200]} stays with its owner; leave it out of what is sent"
         )
     result = take_steps(replica, theta=start, num_steps=num_steps, progress=progress, mean_steps=mean_steps, part=sends)
     if keeps or personal:
