@@ -21,6 +21,7 @@ from potluck.coordinator.events import Event
 from potluck.coordinator.plan import ValidationConfig
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.leases import OpenLease
+from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb
 from potluck.simulator.exact.invariants import Witness
 from potluck.simulator.exact.problem import Problem
@@ -116,6 +117,25 @@ def test_a_validation_takes_no_longer_than_its_own_work() -> None:
         return rounds[-1] - rounds[0]
 
     assert seconds(2) - seconds(0) < 6 * 0.1 + 0.1
+
+
+@pytest.mark.parametrize("down_codec", ["fp32", "int4-delta"])
+def test_a_validation_brings_workers_only_what_they_have_not(down_codec: str) -> None:
+    """Though the model has moved so far since the last one that no difference would do for it as a whole."""
+
+    def run(*, validate: bool) -> checks.Outcome:
+        inner = InnerConfig(lr=0.1, batch_size=4, warmup=0.0, weight_decay=0.0)
+        return checks.run(
+            Problem(num_rounds=8, validate=validate, inner=inner, up_codec="int4", down_codec=down_codec),
+            lambda: streaming(num_inner_steps=4, num_fragments=2, overlap_steps=0),
+            num_workers=2,
+        )
+
+    with_it, without = run(validate=True), run(validate=False)
+    assert torch.equal(with_it.params, without.params) and set(with_it.losses) == {0, 8}
+    more = [with_it.bytes_down[worker] - count for worker, count in without.bytes_down.items()]
+    fragment_bytes = 4 * with_it.params.numel() / 2 if down_codec == "fp32" else with_it.params.numel() / 2
+    assert 0 < max(more) < 1.5 * fragment_bytes
 
 
 def test_who_dies_for_good_and_who_joins_late_take_no_round_down() -> None:

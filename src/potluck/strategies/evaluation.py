@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -11,8 +11,12 @@ from potluck.strategies.replica import Loss, Replica
 from potluck.strategies.task import BoundTask, Result, task
 from potluck.types.errors import RoundFailed
 from potluck.types.ids import WorkerId
-from potluck.types.params import Params
+from potluck.types.params import Params, Part
 from potluck.types.vector import Vector
+
+Pieces = Sequence[tuple[int, ...]]
+"""The model in the parts by which it comes to workers, each by its tensors: a part that a worker has does not come."""
+whole: Pieces = ((),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +35,10 @@ class OwnersValidation(Loss):
 
 
 @task("evaluation.loss", kind="pure", numbers=("num_tokens", "loss_sum"))
-def loss(replica: Replica, *, theta: Vector) -> Result:
-    replica.load(theta)
+def loss(replica: Replica, *, theta: Sequence[Vector], parts: Sequence[Sequence[int]]) -> Result:
+    """`theta` has the tensors in each of `parts`, which together are the model."""
+    pieces = [(replica.layout.ranges(part), vector) for part, vector in zip(parts, theta, strict=True)]
+    replica.load(theta[0] if len(theta) == 1 else Vector.joined(replica.layout.numel, pieces))
     return over(replica)
 
 
@@ -47,18 +53,24 @@ def over(replica: Replica, *, personal: Vector | None = None) -> Result:
     return Result(scalars)
 
 
-async def on_shared_data(fleet: Fleet, params: Params, num_parts: int) -> Loss:
+async def on_shared_data(fleet: Fleet, params: Params, num_parts: int, *, pieces: Pieces = whole) -> Loss:
     """Every part of the validation set once, each by whoever is free."""
-    work = loss.bind(theta=params)
+    work = _work(fleet, params, pieces)
     replies = await fleet.map([work.held_out(part) for part in range(num_parts)], key="validation")
     return total(Replies(replies=replies))
 
 
-async def on_private_data(fleet: Fleet, params: Params) -> OwnersValidation:
+async def on_private_data(fleet: Fleet, params: Params, *, pieces: Pieces = whole) -> OwnersValidation:
     """Every worker on what it holds out itself: only sums leave it."""
-    work = loss.bind(theta=params).held_out(0)
+    work = _work(fleet, params, pieces).held_out(0)
     got = await fleet.call({w.id: work for w in fleet.workers()}, key="validation", min_replies=1)
     return of_owners(got)
+
+
+def _work(fleet: Fleet, params: Params, pieces: Pieces) -> BoundTask:
+    ranges = fleet.run.layout.ranges
+    theta = [Part(params.part(ranges(part)), part) if part else params for part in pieces]
+    return loss.bind(theta=theta, parts=pieces)
 
 
 async def by_members(fleet: Fleet, work: Callable[[WorkerInfo], BoundTask], num_parts: int) -> Loss:

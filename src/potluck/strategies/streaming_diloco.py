@@ -47,9 +47,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from potluck.optim.outer import nesterov
+from potluck.strategies import evaluation
 from potluck.strategies.fleet import Fleet, Reduction, share_of, weighted_mean
 from potluck.strategies.local_steps import STEP_NUMBERS, most_steps, summed_steps
-from potluck.strategies.replica import Replica
+from potluck.strategies.replica import Loss, Replica
 from potluck.strategies.run import RunFacts
 from potluck.strategies.state import State
 from potluck.strategies.strategy import RoundBytes
@@ -318,6 +319,13 @@ class StreamingDiLoCo:
     def _fragment(self, run: RunFacts, segment: int) -> tuple[int, ...]:
         dealt = fragments(run.layout, self.config.num_fragments)
         return dealt[segment % len(dealt)]
+
+    async def validate(self, state: StreamingDiLoCoState, fleet: Fleet, *, num_parts: int) -> Loss:
+        """In fragments, of which workers have what they train from."""
+        pieces = fragments(fleet.run.layout, self.config.num_fragments)
+        if num_parts:
+            return await evaluation.on_shared_data(fleet, state.params, num_parts, pieces=pieces)
+        return await evaluation.on_private_data(fleet, state.params, pieces=pieces)
 
     def estimate(self, run: RunFacts) -> RoundBytes:
         """Of a round in the middle of a run, on average over the fragments."""
