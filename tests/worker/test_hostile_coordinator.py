@@ -196,4 +196,4 @@ def test_messages_that_are_none_end_the_work_or_the_stream(tmp_path: Path) -> No
             worked(tmp_path / f"data-{number}", desired=[lease(num_inline=2)], data=[frame])
 
 
-_: Callable[..., Any] = potluck.strategies.evaluation.on_shared_data  # its task is installed, as on any worker
+_: Callable[..., Any] = potluck.strategies.evaluation.of_model  # its task is installed, as on any worker

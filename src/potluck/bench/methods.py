@@ -6,7 +6,7 @@ Four workers; the corpus, the virtual clock and the shipping coordinator and wor
 A link carries the model in fp32 up in 16 inner steps and down in 4, as 20 and 100 Mbit/s do with GPT-2 and steps of
 12 s. Methods for machines of unequal speed have steps of 4, 4, 2 and 1 s, the others of 1 s. A method whose inner
 optimizer is plain SGD is compared with synchronous SGD. Each has an inner rate that was the best of a few with the
-first seed, as `tune` finds it with half of the steps; but streaming has that of whole runs, which is another. Whether
+first seed, as `tune` finds it with half of the steps (of streaming and FedAdam, with all of them: docs/lab.md). Whether
 progress rises with length is shown with the first seed. Bytes are those by which its longer run has more, which no
 worker's first copy of the model is among.
 """

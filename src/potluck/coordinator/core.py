@@ -349,16 +349,14 @@ class Coordinator:
             return
         self.fleet.phase = "validating"
         await self.fleet.begin(state.round, VALIDATION_ATTEMPT + self._num_roll_backs)
+        num_parts = 0 if self.plan.spec.data_access == "private" else self.deck.num_held_out
         try:
             if isinstance(self.strategy, HeadStrategy):
                 loss = await self.strategy.evaluate(state, self.fleet, self.deck.num_held_out)
             elif isinstance(self.strategy, OwnValidation):
-                num_parts = 0 if self.plan.spec.data_access == "private" else self.deck.num_held_out
                 loss = await self.strategy.validate(state, self.fleet, num_parts=num_parts)
-            elif self.plan.spec.data_access == "private":
-                loss = await evaluation.on_private_data(self.fleet, state.params)
             else:
-                loss = await evaluation.on_shared_data(self.fleet, state.params, self.deck.num_held_out)
+                loss = await evaluation.of_model(self.fleet, state.params, num_parts)
         except RoundFailed as reason:
             self.tell("note", f"validation after round {state.round} failed: {reason}", round=state.round)
             return

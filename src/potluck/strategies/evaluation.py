@@ -53,24 +53,19 @@ def over(replica: Replica, *, personal: Vector | None = None) -> Result:
     return Result(scalars)
 
 
-async def on_shared_data(fleet: Fleet, params: Params, num_parts: int, *, pieces: Pieces = whole) -> Loss:
-    """Every part of the validation set once, each by whoever is free."""
-    work = _work(fleet, params, pieces)
-    replies = await fleet.map([work.held_out(part) for part in range(num_parts)], key="validation")
-    return total(Replies(replies=replies))
+async def of_model(fleet: Fleet, params: Params, num_parts: int, *, pieces: Pieces = whole) -> Loss:
+    """On so many parts of shared data, each once by whoever is free; with 0 by every worker on what it holds out.
 
-
-async def on_private_data(fleet: Fleet, params: Params, *, pieces: Pieces = whole) -> OwnersValidation:
-    """Every worker on what it holds out itself: only sums leave it."""
-    work = _work(fleet, params, pieces).held_out(0)
-    got = await fleet.call({w.id: work for w in fleet.workers()}, key="validation", min_replies=1)
-    return of_owners(got)
-
-
-def _work(fleet: Fleet, params: Params, pieces: Pieces) -> BoundTask:
+    Only sums leave a worker.
+    """
     ranges = fleet.run.layout.ranges
     theta = [Part(params.part(ranges(part)), part) if part else params for part in pieces]
-    return loss.bind(theta=theta, parts=pieces)
+    work = loss.bind(theta=theta, parts=pieces)
+    if num_parts:
+        replies = await fleet.map([work.held_out(part) for part in range(num_parts)], key="validation")
+        return total(Replies(replies=replies))
+    own = work.held_out(0)
+    return of_owners(await fleet.call({w.id: own for w in fleet.workers()}, key="validation", min_replies=1))
 
 
 async def by_members(fleet: Fleet, work: Callable[[WorkerInfo], BoundTask], num_parts: int) -> Loss:

@@ -323,9 +323,7 @@ class StreamingDiLoCo:
     async def validate(self, state: StreamingDiLoCoState, fleet: Fleet, *, num_parts: int) -> Loss:
         """In fragments, of which workers have what they train from."""
         pieces = fragments(fleet.run.layout, self.config.num_fragments)
-        if num_parts:
-            return await evaluation.on_shared_data(fleet, state.params, num_parts, pieces=pieces)
-        return await evaluation.on_private_data(fleet, state.params, pieces=pieces)
+        return await evaluation.of_model(fleet, state.params, num_parts, pieces=pieces)
 
     def estimate(self, run: RunFacts) -> RoundBytes:
         """Of a round in the middle of a run, on average over the fragments."""

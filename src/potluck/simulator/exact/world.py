@@ -266,8 +266,7 @@ class World:
         host = self.hosts[id]
         life, clock = self._begin(id), MachineClock(self, id)
         host.life = life
-        has_policy = host.policy is not None
-        gate = Gate(clock=clock, files=self._executor(life), policy=host.policy) if has_policy else Gate()
+        gate = Gate(clock=clock, files=self._executor(life), policy=host.policy)
 
         async def connect() -> Connection:
             return Tap(await self.network.connect(Peer(id=id), host.link), self, life, id)
