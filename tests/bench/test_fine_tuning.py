@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,15 @@ def test_the_best_rate_of_the_first_seed_is_that_of_every_other(monkeypatch: pyt
         bench_fine_tuning(only="fed_afg")
     with pytest.raises(PotluckError, match="--lrs is '1e-3,2e-3' and not rates between semicolons"):
         bench_fine_tuning(lrs="1e-3,2e-3", model="here")
+
+
+def test_a_recorded_run_stays_what_it_is_when_other_rates_are_tried_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(method="flora", lr=1e-3, seed=1, setting=Setting(model=Path("here")), owners=(), folder=Path("there"))
+    recorded = job.settings
+    monkeypatch.setitem(methods, "flora", replace(methods["flora"], lrs=(1e-3, 5e-3)))
+    assert job.settings == recorded
+    monkeypatch.setitem(methods, "flora", replace(methods["flora"], codecs=("int8", "bf16")))
+    assert job.settings != recorded
 
 
 def test_every_method_is_a_recipe(lab: Lab) -> None:
