@@ -56,7 +56,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="module")
 def together(lab: Lab) -> Trained:
-    return lab.train(methods["fed_avg"], lr)
+    return lab.train(methods["fed_it"], lr)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,11 @@ def test_all_begin_alike_and_are_validated_on_the_same_records(
     assert together.loss < together.first_loss - 0.05
     assert alone.loss != pytest.approx(in_one_place.loss, abs=1e-3)
     assert together.bytes_up_per_worker > 0
-    again = lab.train(methods["fed_avg"], lr)
-    assert torch.equal(again.params, together.params)
+
+
+def test_fed_it_is_fed_avg_of_adapters(lab: Lab, together: Trained) -> None:
+    averaged = lab.train(Method(strategy={"name": "fed_avg"}), lr)
+    torch.testing.assert_close(averaged.params, together.params, rtol=1e-6, atol=1e-7)
 
 
 def test_pooled_training_is_that_of_plain_peft(lab: Lab, in_one_place: Trained, tmp_path: Path) -> None:
@@ -168,13 +171,13 @@ def test_the_best_rate_of_the_first_seed_is_that_of_every_other(monkeypatch: pyt
     monkeypatch.setattr(bench, "job_pool", lambda processes: ThreadPoolExecutor(1))
     monkeypatch.setattr(bench, "write_owners", lambda folder, **_: [])
     told: list[str] = []
-    figures = bench_fine_tuning(seeds=2, only="fed_avg", lrs="1e-3;2e-3", rounds=3, model="here", told=told.append)
+    figures = bench_fine_tuning(seeds=2, only="fed_it", lrs="1e-3;2e-3", rounds=3, model="here", told=told.append)
     assert [(job.method, job.lr, job.seed) for job in jobs] == [
-        ("pooled", 1e-3, 1), ("pooled", 2e-3, 1), ("fed_avg", 1e-3, 1), ("fed_avg", 2e-3, 1),
-        ("pooled", 2e-3, 2), ("fed_avg", 1e-3, 2),
+        ("pooled", 1e-3, 1), ("pooled", 2e-3, 1), ("fed_it", 1e-3, 1), ("fed_it", 2e-3, 1),
+        ("pooled", 2e-3, 2), ("fed_it", 1e-3, 2),
     ]  # fmt: skip
     assert {job.setting.num_rounds for job in jobs} == {3} and jobs[0].setting.model == Path("here").absolute()
-    assert (figures["pooled lr"], figures["fed_avg lr"], figures["fed_avg progress"]) == (2e-3, 1e-3, 1.0)
+    assert (figures["pooled lr"], figures["fed_it lr"], figures["fed_it progress"]) == (2e-3, 1e-3, 1.0)
     assert figures["pooled loss_nats_of_seeds"] == [1.1, 1.2] and len(told) == 6
     with pytest.raises(PotluckError, match="there is no method fed_afg; there are pooled; windows alone"):
         bench_fine_tuning(only="fed_afg")

@@ -4,9 +4,9 @@
 
 Five owners hold instructions that are unlike each other's (rig/owners.py), and as many of each; the model is
 SmolLM2-135M-Instruct (rig/smollm2.py) or one that is named. `pooled` is one worker with everybody's training records,
-`NAME alone` one with those of one owner; in the others the owners train together, each on its own, by `fed_avg` or a
-rule of `fed_lora` (with `fed_sa` each is validated with a B of its own). All read as many records and begin from the
-same adapters, and all are validated on what the five hold out, together. Everything runs through the shipping
+`NAME alone` one with those of one owner; in the others the owners train together, each on its own, by a rule of
+`fed_lora` (with `fed_sa` each is validated with a B of its own). All read as many records and begin from the same
+adapters, and all are validated on what the five hold out, together. Everything runs through the shipping
 coordinator and workers over the memory transport; of time, only that of the arithmetic is real.
 
 Each method takes the best of its rates by the first seed, and trains at that with every other. A run is sized to take
@@ -85,10 +85,9 @@ class Method:
 
 
 methods: dict[str, Method] = {
-    pooled: Method(reads=pooled),
-    **{f"{owner} alone": Method(reads=owner) for owner in packages},
-    "fed_avg": Method(),
-    **{rule: Method(strategy={"name": "fed_lora", "rule": rule}) for rule in rules},
+    pooled: Method(reads=pooled, lrs=(4e-3, 2e-3, 8e-3)),
+    **{f"{owner} alone": Method(reads=owner, lrs=(4e-3, 2e-3)) for owner in packages},
+    **{rule: Method(strategy={"name": "fed_lora", "rule": rule}, lrs=(8e-3, 16e-3)) for rule in rules},
 }
 
 
