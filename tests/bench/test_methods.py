@@ -82,7 +82,9 @@ def test_every_method_can_be_made_and_what_is_none_is_named() -> None:
     for method in methods.values():
         method.made()
     assert methods[alone].workers == 1
-    with pytest.raises(PotluckError, match=r"no method 'sparse_dilco'; did you mean 'sparse_diloco, Muon'\? there are sync"):
+    with pytest.raises(
+        PotluckError, match=r"no method 'sparse_dilco'; did you mean 'sparse_diloco, Muon'\? there are sync"
+    ):
         bench_methods(only="diloco; sparse_dilco")
 
 
