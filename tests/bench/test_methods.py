@@ -82,8 +82,10 @@ def test_every_method_can_be_made_and_what_is_none_is_named() -> None:
     for method in methods.values():
         method.made()
     assert methods[alone].workers == 1
-    with pytest.raises(PotluckError, match=r"there is no method dilco; there are sync_sgd"):
-        bench_methods(only="dilco")
+    with pytest.raises(
+        PotluckError, match=r"no method 'sparse_dilco'; did you mean 'sparse_diloco, Muon'\? there are sync"
+    ):
+        bench_methods(only="diloco; sparse_dilco")
 
 
 def test_runs_that_were_recorded_are_not_done_again(tmp_path: Path) -> None:

@@ -146,6 +146,11 @@ def test_overrides_that_cannot_be(tmp_path: Path, override: str, parts: list[str
         ("strategy.lr=1.0", ["strategy.lr is not a key", "did you mean strategy.inner.lr?"]),
         ("strategy.inner.batchsize=1", ["strategy.inner.batchsize", "strategy.inner.batch_size?"]),
         ("fleet.minworkers=1", ["fleet.minworkers", "did you mean fleet.min_workers?"]),
+        (
+            "strategy.mixing=0.3",
+            ["strategy.mixing is not a key of diloco, which has num_inner_steps, outer_lr,", "remove it"],
+        ),
+        ("strategy.betas=[0.9, 0.99]", ["strategy.betas is not a key", "did you mean strategy.inner.betas?"]),
         ("data.tokenizer.vocab=300", ["data.tokenizer.vocab is not a key"]),
         ("optimiser.lr=1", ["optimiser is not a key"]),
         ("strategy.name=dilocco", ["dilocco", "'diloco'"]),

@@ -154,7 +154,7 @@ def test_a_run_folder_of_another_recipe_is_left_alone(inside: CommandLine, lines
     write_recipe(copied / "other.toml", data, model='config = { model_type = "gpt2", n_layer = 1, n_embd = 16 }')
     ended = inside("run", "other.toml", "--resume", "--dir", "run")
     assert ended.code == 3
-    assert "run holds a run with another `model`; give another folder with --dir, or go on with" in ended.sentence()
+    assert "run holds a run whose model.config.n_layer is 2 and here it is 1; name that folder" in ended.sentence()
     ended = inside("run", recipe, "--dir", "run")
     assert ended.code == 1
     assert "run holds a run already; continue it with --resume" in ended.sentence()

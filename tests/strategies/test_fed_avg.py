@@ -150,6 +150,8 @@ def test_scaffold_needs_plain_steps() -> None:
     ("settings", "reason"),
     [
         ({"outer": "adam", "outer_momentum": 0.9}, "belongs to outer"),
+        ({"tau": 0.01}, '`tau` belongs to the other outer steps and `outer` is "sgd"'),
+        ({"betas": (0.5, 0.99)}, "`betas` belongs to the other outer steps"),
         ({"control_variates": True, "proximal": 0.1}, "the same thing twice"),
         ({"control_variates": True, "normalised": True}, "remove `normalised`"),
         ({"betas": (0.9, 1.0)}, "below 1"),

@@ -31,7 +31,7 @@ import torch
 
 from potluck.bench.convergence import Trained
 from potluck.bench.records import Records
-from potluck.bench.rig.jobs import job_pool, scratch_place
+from potluck.bench.rig.jobs import job_pool, named_methods, scratch_place
 from potluck.bench.rig.owners import Owner, packages, write_owners
 from potluck.bench.rig.smollm2 import make_smollm2
 from potluck.clock import InlineExecutor, VirtualClock, run_virtual
@@ -191,7 +191,7 @@ def bench_fine_tuning(
     downloaded the first time. Runs that the file `record` has are not done again, and it takes in those that are done.
     """
     records = Records(Path(record) if record else None, told=told)
-    names, began = _chosen(only), time.monotonic()
+    names, began = named_methods(only, list(methods), always=(pooled,)), time.monotonic()
     setting = Setting(model=smol_model(model, told), num_rounds=rounds, num_inner_steps=inner_steps)
     found: dict[str, list[Trained]] = {name: [] for name in names}
     rates = {name: _rates(lrs) or methods[name].lrs for name in names}
@@ -217,13 +217,6 @@ def bench_fine_tuning(
             f"{name} {key}": value for key, value in _figures(found[name], found[pooled], rates[name][0]).items()
         }  # fmt: skip
     return figures
-
-
-def _chosen(only: str) -> list[str]:
-    chosen = {name.strip() for name in only.split(";")} if only else set(methods)
-    if unknown := chosen - set(methods):
-        raise PotluckError(f"there is no method {', '.join(sorted(unknown))}; there are {'; '.join(methods)}")
-    return [name for name in methods if name in chosen | {pooled}]
 
 
 def _rates(given: str) -> tuple[float, ...]:

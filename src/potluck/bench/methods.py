@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from potluck.aggregation.config import AggregationConfig
 from potluck.bench.convergence import Absence, Conditions, Lab, Setting, Trained, num_workers
 from potluck.bench.records import Records
-from potluck.bench.rig.jobs import job_pool, scratch_place
+from potluck.bench.rig.jobs import job_pool, named_methods, scratch_place
 from potluck.coordinator.prepare import sketch
 from potluck.coordinator.recipe import load_recipe
 from potluck.planner.flops import step_work
@@ -226,10 +226,7 @@ def bench_methods(
         raise PotluckError(f"--picture is {picture}, whose folder is not there; make it, or give another file")
     if fleet:
         load_fleet(fleet)  # what is wrong with it is known before anything is trained
-    chosen = {name.strip() for name in only.split(";")} if only else set(methods)
-    if unknown := chosen - set(methods):
-        raise PotluckError(f"there is no method {', '.join(sorted(unknown))}; there are {'; '.join(methods)}")
-    names = [name for name in methods if name in chosen or name in (reference, plain_reference, alone)]
+    names = named_methods(only, list(methods), always=(reference, plain_reference, alone))
     best: dict[str, float] = {}
     found: dict[tuple[str, int], list[Trained]] = {}
     records, place = Records(Path(record) if record else None, told=told), scratch_place(needed_bytes)

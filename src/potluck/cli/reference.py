@@ -172,8 +172,8 @@ def recipes_page() -> str:
     parts += ["## [strategy]\n", "The training method by its `name`, its own settings beside it, and `inner`.\n"]
     for name in sorted(strategies):
         kind = strategy_type(name)
-        module = inspect.getmodule(kind)
-        first = (inspect.getdoc(module) or "").partition("\n")[0]
+        about = inspect.getdoc(inspect.getmodule(kind)) or ""
+        first = about.partition("\n\n")[0].replace("\n", " ")
         parts += [f'### name = "{name}"\n', f"{first}\n", _table(kind.Config)]
     parts += ["### strategy.inner\n", *_about(InnerConfig), _table(InnerConfig)]
     return "\n".join(parts)

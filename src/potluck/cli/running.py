@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import socket
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -154,16 +155,24 @@ def _error_of(task: asyncio.Task[RunResult]) -> BaseException | None:
 def run_recipe(recipe: Recipe, run_dir: Path, *, num_local: int = 0, address: str = "", port: int = 0) -> RunResult:
     """Host a run to its end and say how it went. Local workers need no address."""
     quiet_libraries()
+    again = command_again(run_dir, num_local=num_local, address=address, port=port)
     if not num_local:
         address = address or f"{own_host()}:{port or default_port}"
     options = HostOptions(recipe=recipe, run_dir=run_dir, cache_dir=cache_folder(), address=address, port=port)
     view = View(Console(stderr=True, highlight=False))
     result = asyncio.run(Running(options, view, num_local=num_local).run())
     if result.stopped:
-        again = f"run {run_dir} --local {num_local} --resume" if num_local else f"host {run_dir}"
-        view.say(f"{result.stopped} after {result.rounds} rounds; `potluck {again}` continues it")
+        view.say(f"{result.stopped} after {result.rounds} rounds; `{again}` continues it")
     view.say(f"the model is in {result.model_dir}; let it write: potluck generate {result.model_dir}")
     return result
+
+
+def command_again(run_dir: Path, *, num_local: int, address: str, port: int) -> str:
+    """The command that goes on with a run, also for the workers that found it under the address that was given."""
+    if num_local:
+        return shlex.join(["potluck", "run", str(run_dir), "--local", str(num_local), "--resume"])
+    where = [*(["--address", address] if address else []), *(["--port", str(port)] if port else [])]
+    return shlex.join(["potluck", "host", str(run_dir), *where])
 
 
 def own_host() -> str:

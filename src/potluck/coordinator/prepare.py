@@ -41,6 +41,7 @@ from potluck.strategies.strategy import (
 )
 from potluck.types.errors import CorruptError, DataError, ModelError, RecipeError
 from potluck.types.ids import Digest
+from potluck.types.mistakes import first_difference
 from potluck.types.params import Fragment, Layout, Params
 
 Tell = Callable[[str], None]
@@ -70,9 +71,10 @@ def run_identity(run_dir: Path, recipe: Recipe) -> str:
         strategy["name"] = Path(strategy["name"]).name  # a file may lie elsewhere now
     for section in ("name", "seed", "model", "data", "strategy"):
         if stored.get(section) != now.get(section):
+            key, was, given = first_difference(section, stored.get(section), now.get(section))
             raise RecipeError(
-                f"{run_dir} holds a run with another `{section}`; give another folder with --dir, or go on "
-                "with an equal recipe"
+                f"{run_dir} holds a run whose {key} is {was} and here it is {given}; name that folder in place of the "
+                "recipe to go on with the run's own, or give another folder with --dir"
             )
     return stored_id
 
@@ -113,6 +115,8 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
     run_id = run_identity(run_dir, recipe)
     frozen = Frozen.load(run_dir) if (run_dir / IDENTITY).exists() else None
     if frozen is None or not frozen.is_whole(recipe, objects):
+        if frozen is None:
+            sketch(recipe)  # what the strategy refuses of the recipe is told before text is read, which may take hours
         before, frozen = frozen, _made(recipe, run_dir, objects, cache_dir=cache_dir, tell=tell)
         if before is not None:
             _check_base(recipe, run_dir, before.base, frozen.base)
@@ -136,15 +140,21 @@ def prepare(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: P
 
 
 def sketch(recipe: Recipe) -> Plan:
-    """The plan of a run that nobody starts: without its data, whose tokenizer is taken at the recipe's word."""
+    """The plan of a run without its data: a tokenizer that data will train is taken at the recipe's word."""
     vocab_size = recipe.data.tokenizer.vocab_size if recipe.data.tokenizer.train else 0
     model = recipe.model
     if vocab_size and model.config is not None and "vocab_size" not in model.config:
         model = model.model_copy(update={"config": {**model.config, "vocab_size": vocab_size}})
-    config = model_config(model, tokenizer_folder(model), seq_len=recipe.data.seq_len)
+    config = model_config(model, _tokenizer_source(recipe), seq_len=recipe.data.seq_len)
     base = BaseFiles(precision=model.base) if model.adapter is not None else None
     layout = layout_of(bare_model(model, config, merges=merges_adapters(_strategy(recipe))))
     return _plan(recipe, recipe.name, config, layout, "", base)
+
+
+def _tokenizer_source(recipe: Recipe) -> Path | None:
+    """The directory of the tokenizer that the recipe names or, where it names none, of the model's; None without."""
+    named = recipe.data.tokenizer.path
+    return Path(named) if named else tokenizer_folder(recipe.model)
 
 
 def _strategy(recipe: Recipe) -> Strategy:
@@ -275,8 +285,7 @@ def _made(recipe: Recipe, run_dir: Path, objects: ObjectStore, *, cache_dir: Pat
     training: tuple[Shard, ...] = ()
     held_out: tuple[Shard, ...] = ()
     corpus, facts = "", dict[str, Any]()
-    given = recipe.data.tokenizer.path
-    source = Path(given) if given else model_tokenizer
+    source = _tokenizer_source(recipe)
     if recipe.data.access == "listed":
         assert recipe.data.listed is not None
         manifest = Manifest.load(Path(recipe.data.listed))

@@ -39,6 +39,7 @@ from potluck.models.config import AdapterConfig, ModelConfig
 from potluck.optim.inner import InnerConfig
 from potluck.planner.compression import CompressionConfig
 from potluck.strategies.registry import config_type
+from potluck.strategies.registry import shipped as strategies
 from potluck.strategies.run import Budget
 from potluck.types.errors import RecipeError
 from potluck.types.mistakes import nearest, sentence
@@ -325,8 +326,18 @@ def _strategy(value: Any, where: str) -> StrategyConfig:
     inner = _check(InnerConfig, settings.pop("inner", {}), "strategy.inner", where)
     extra = ["strategy.name", "strategy.inner", *known_keys()]
     is_own = ".py:" in name  # and so is what its numbers mean
+    if not is_own and (foreign := _setting_of_another(name, settings)):
+        own = ", ".join([*config_type(name).model_fields, "inner"])
+        raise RecipeError(f"{where}: strategy.{foreign} is not a key of {name}, which has {own}; remove it")
     checked = _check(config_type(name), settings, "strategy", where, also=extra, may_be_infinite=is_own)
     return StrategyConfig(name=name, inner=inner, settings=checked)
+
+
+def _setting_of_another(name: str, settings: Mapping[str, Any]) -> str:
+    """The first setting that the shipped strategy `name` and its inner optimizer lack and another one has; else ""."""
+    own = {*config_type(name).model_fields, *InnerConfig.model_fields}
+    others = {key for other in strategies for key in config_type(other).model_fields} if settings.keys() - own else ()
+    return next((key for key in settings if key not in own and key in others), "")
 
 
 def _check(

@@ -100,6 +100,12 @@ class FedAvgConfig(BaseModel):
             raise ValueError("`control_variates` and `proximal` correct the same thing twice; give one of the two")
         if self.control_variates and self.normalised:
             raise ValueError("`control_variates` gives all workers as many steps; remove `normalised`")
+        fields = type(self).model_fields
+        idle = [name for name in ("betas", "tau") if getattr(self, name) != fields[name].default]
+        if self.outer == "sgd" and idle:
+            raise ValueError(
+                f'`{idle[0]}` belongs to the other outer steps and `outer` is "sgd"; set `outer` or remove it'
+            )
         return self
 
     @property

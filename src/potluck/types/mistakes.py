@@ -94,6 +94,17 @@ def _limit(fault: ErrorDetails) -> str:
             return fault["msg"].removeprefix("Input should be ")
 
 
+def first_difference(key: str, one: Any, other: Any) -> tuple[str, str, str]:
+    """The first key, in full, of two tables under `key` that are unlike, and its two values as one writes them."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        tables: tuple[dict[str, Any], dict[str, Any]] = (one, other)
+        names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+        if names:
+            return first_difference(f"{key}.{names[0]}", *(table.get(names[0]) for table in tables))
+    was, now = ("left out" if value is None else _shown(value) for value in (one, other))
+    return key, was, now
+
+
 def _shown(value: Any) -> str:
     """A value as the user wrote it, cut where it is long."""
     try:

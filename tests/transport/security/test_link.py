@@ -104,6 +104,10 @@ def test_files_that_hold_no_line(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PotluckError, match=r"is not text"):
         read_link(str(binary))
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    with pytest.raises(PotluckError, match=r"empty holds no join line \(potluck://HOST:PORT/TOKEN.PIN\); copy"):
+        read_link(f"@{empty}")
     large = tmp_path / "large"
     large.write_text("x" * 5000)
     with pytest.raises(PotluckError, match=r"more than 4096 bytes"):

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, one a core, with their files where they cost no waiting for a disk."""
+"""Runs that a bench makes: which of them, in processes of their own, one a core, with their files in memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,26 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+from potluck.types.errors import PotluckError
+from potluck.types.mistakes import nearest
+
 memory_disk = Path("/dev/shm")
 watch_s = 1.0
+
+
+def named_methods(only: str, known: Sequence[str], *, always: Sequence[str]) -> list[str]:
+    """Those of the known methods that `only` names between semicolons, and those that `always` are done; all where it
+    names none. PotluckError for one that is not known."""
+    chosen = {name.strip() for name in only.split(";")} if only else set(known)
+    for name in sorted(chosen - set(known)):
+        hint = f"did you mean {near!r}? " if (near := nearest(name, known)) else ""
+        raise PotluckError(f"there is no method {name!r}; {hint}there are {'; '.join(known)}")
+    return [name for name in known if name in chosen or name in always]
 
 
 def scratch_place(need_bytes: int) -> str | None:

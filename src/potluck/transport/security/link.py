@@ -99,4 +99,6 @@ def read_link(text_or_path: str) -> JoinLink:
         raise PotluckError(f"the file {path} is not text; it should hold one join line ({_FORM})") from error
     if len(data) > MAX_LINE_BYTES:
         raise PotluckError(f"the file {path} has more than {MAX_LINE_BYTES} bytes; it should hold one join line")
+    if SCHEME not in text.lower():
+        raise PotluckError(f"the file {path} holds no join line ({_FORM}); copy the one from `potluck host` into it")
     return JoinLink.parse(text)
