@@ -58,7 +58,7 @@ def test_one_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     grown(tmp_path)
     whole = path_in(tmp_path).read_bytes()
     broken = [whole[:length] for length in range(len(whole))]
-    for changes in ({"steps": [[0, 0.1, 1.0]]}, {"steps": [[-3, 0.1, 1.0]]}, {"steps": [[3, 0.0, 1.0]]},
+    for changes in ({"steps": [[0, 0.1, 1.0]]}, {"steps": [[-3, 0.1, 1.0]]}, {"steps": []}, {"steps": [[3, 0.0, 1.0]]},
                     {"steps": [[3, 0.1, float("inf")]]}, {"steps": [[3, 0.1, float("nan")]]}, {"steps": 3},
                     {"steps": [[1.5, 0.1, 1.0]]}, {"delta": 2.0}, {"max_epsilon": None}):  # fmt: skip
         broken.append(json.dumps({**json.loads(whole), **changes}).encode())

@@ -90,4 +90,6 @@ def _parsed(facts: Any) -> tuple[PrivacyConfig, list[PrivateSteps]]:
         if not (isinstance(num_steps, int) and num_steps > 0 and 0 < rate <= 1 and 0 < noise_multiplier < math.inf):
             raise ValueError(f"{num_steps!r} steps at rate {rate!r} and noise {noise_multiplier!r} cannot be")
         spent.append(PrivateSteps(num_steps=num_steps, rate=rate, noise_multiplier=noise_multiplier))
+    if not spent:
+        raise ValueError("it counts no step, and is written with the first one")
     return budget, spent

@@ -96,6 +96,14 @@ class PrivateTraining:
                 "its state folder from a copy, or join no more"
             )
 
+    def require_counted(self, num_steps: int) -> None:
+        """CorruptError where the state at hand has had more private steps than the ledger, an older one, counts."""
+        if num_steps > self.ledger.num_steps:
+            raise CorruptError(
+                f"this worker's state has had {num_steps:,} private steps and its ledger of spent privacy counts "
+                f"{self.ledger.num_steps:,}; restore the whole state folder from a copy, or join no more"
+            )
+
     # A step
 
     def gradients(
