@@ -268,6 +268,8 @@ def test_what_goes_on_from_private_steps_needs_their_ledger(tmp_path: Path) -> N
     assert not folder.has_states
     trainer.keep(lease, Samples())
     assert folder.has_states
+    ledger = PrivacyLedger.open(PrivacyLedger.path(tmp_path, "r"), config, has_begun=True)
+    assert ledger.knows("1") and not ledger.knows("2")
     assert notes[-1].startswith("privacy: epsilon ") and "at delta 1e-05 is spent, in 1 steps" in notes[-1]
     PrivacyLedger.path(tmp_path, "r").unlink()
     afresh = Trainer(ready(tmp_path), folder, notes.append)
@@ -285,7 +287,7 @@ def test_a_ledger_that_is_older_than_the_state_is_not_gone_on_with(tmp_path: Pat
     path.write_bytes(older)
     later = ready(tmp_path)
     later.restore_local_state(*state)
-    with pytest.raises(CorruptError, match="has had 2 private steps and its ledger of spent privacy counts 1;"):
+    with pytest.raises(CorruptError, match="has had 2 private steps and its ledger of spent privacy counts 1: it is"):
         later.train_step(progress=0.5)
     assert path.read_bytes() == older
 
