@@ -146,10 +146,17 @@ def test_a_line_that_a_kill_left_torn_costs_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("validation", "access", "says"), [(0.2, "private", ""), (0.0, "private", "none"), (0.0, "shared", "")]
+    ("validation", "access", "says"),
+    [
+        (0.2, "private", ""),
+        (0.0, "private", "none"),
+        (0.0, "shared", ""),
+        ("0", "private", "none"),
+        (0.2, "listed", "listed files"),
+    ],
 )
-def test_a_run_that_never_validates_an_owners_text_is_refused(
-    validation: float, access: str, says: str, tmp_path: Path
+def test_a_run_that_never_validates_private_text_is_refused(
+    validation: object, access: str, says: str, tmp_path: Path
 ) -> None:
     spec = problem_of(Owned, private=True, seq_len=64).begin(tmp_path).plan(FedAvg(FedAvgConfig())).spec
     options = {**spec.data_options, "validation": validation}
