@@ -131,6 +131,10 @@ def test_what_there_is_not_is_one_sentence(tmp_path: Path) -> None:
     run.save_version("w", {KEPT + OWN: torch.zeros(3)}, {})
     with pytest.raises(PotluckError, match=r"has parameters \[3\] in torch.float32 and the run has 1536"):
         export_own(tmp_path, "two", adapters=tmp_path / "own")
+    (path,) = [path for path in run.root.glob("local/*") if KEPT.encode() in path.read_bytes()]
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(PotluckError, match=r"cannot be read .* let it end another round"):
+        export_own(tmp_path, "two", adapters=tmp_path / "own")
     (run.root / "run.json").write_text("{")
     with pytest.raises(PotluckError, match="join the run once more"):
         export_own(tmp_path, "two", adapters=tmp_path / "own")
@@ -162,8 +166,10 @@ def test_a_target_that_cannot_be_is_one_sentence_and_nothing_is_written(tmp_path
             merge(tmp_path, target)
     with pytest.raises(ResourceError, match=r"taken/in cannot be written .*; choose another folder"):
         export_own(state, None, adapters=taken / "in")
-    with pytest.raises(PotluckError, match="both is to hold two models"):
-        export_own(state, None, adapters=tmp_path / "both", merged=tmp_path / "both")
+    both = tmp_path / "both"
+    for adapters, merged in ((both, both), (both / "in", both), (both, both / "in")):
+        with pytest.raises(PotluckError, match="both is to hold two models"):
+            export_own(state, None, adapters=adapters, merged=merged)
     assert sorted(tmp_path.iterdir()) == before and taken.read_text() == "mine"
 
 

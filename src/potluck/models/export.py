@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def check_targets(*folders: Path | None) -> None:
-    """PotluckError unless there is nothing of these names, and no two are one."""
+    """PotluckError unless there is nothing of these names, and none is in another."""
     given = [folder for folder in folders if folder is not None]
     if taken := next((folder for folder in given if os.path.lexists(folder)), None):
         raise PotluckError(f"{taken} exists; give a folder that does not")
-    if len({folder.absolute() for folder in given}) < len(given):
-        raise PotluckError(f"{given[0]} is to hold two models; give each a folder of its own")
+    for one, other in permutations(given, 2):
+        if one.absolute() in (other.absolute(), *other.absolute().parents):
+            raise PotluckError(f"{one} is to hold two models, one of them in {other}; give each a folder of its own")
 
 
 def write_surroundings(folder: Path, tokenizer_dir: Path | None, readme: str) -> None:

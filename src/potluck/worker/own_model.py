@@ -98,7 +98,9 @@ def _newest(run_dir: Path) -> Tensor | None:
         except FileNotFoundError:
             continue
         except (OSError, SafetensorError) as error:
-            raise CorruptError(f"the worker's state {path} cannot be read: {error}") from error
+            raise CorruptError(
+                f"the worker's state {path} cannot be read ({error}); let it end another round, which writes a new one"
+            ) from error
     return None
 
 
