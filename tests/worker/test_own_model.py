@@ -164,7 +164,7 @@ def test_a_target_that_cannot_be_is_one_sentence_and_nothing_is_written(tmp_path
             export_own(state, None, adapters=target)
         with pytest.raises(PotluckError, match=says):
             merge(tmp_path, target)
-    with pytest.raises(ResourceError, match=r"taken/in cannot be written .*; choose another folder"):
+    with pytest.raises(ResourceError, match=r"taken/in cannot be written .*; mend that, or choose another folder"):
         export_own(state, None, adapters=taken / "in")
     both = tmp_path / "both"
     for adapters, merged in ((both, both), (both / "in", both), (both, both / "in")):

@@ -66,7 +66,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
             yield scratch
             _put_in_place(scratch, path, before)
     except OSError as error:
-        raise ResourceError(f"{path} cannot be written ({error}); choose another folder") from error
+        raise ResourceError(f"{path} cannot be written ({error}); mend that, or choose another folder") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
