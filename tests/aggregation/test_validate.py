@@ -24,6 +24,12 @@ def test_a_large_one_is_refused_with_both_numbers(tmp_path: Path) -> None:
         check_update(tmp_path / "u", "delta", layout, max_norm=7.5)
 
 
+def test_one_whose_products_would_overflow_is_refused_without_a_limit_too(tmp_path: Path) -> None:
+    write_flat(tmp_path / "u", "delta", torch.full((16,), 2e18), layout, codec("fp32"))
+    with pytest.raises(InvalidUpdate, match=r"the norm 8e\+18, and beyond 1e\+18 it cannot be joined with others in"):
+        check_update(tmp_path / "u", "delta", layout)
+
+
 def test_nan_and_another_layout_are_refused(tmp_path: Path) -> None:
     good = {"delta/w": torch.zeros(3, 4), "delta/b": torch.zeros(4)}
     write_tensors(tmp_path / "u", {**good, "delta/b": torch.tensor([0, 0, float("nan"), 0])})

@@ -168,14 +168,15 @@ def one_nan(update: bytes) -> bytes:
     return update[:at] + struct.pack("<f", math.nan) + update[at + 4 :]
 
 
-@pytest.mark.parametrize("rule", ["fed_it", "fed_ex", "flora"])
+@pytest.mark.parametrize("rule", ["fed_it", "fed_ex", "flora", "het_lora"])
 @pytest.mark.parametrize(
     ("spoil", "other_rank", "words"),
     [
         (one_nan, 0, "holds NaN or infinity"), (filled(math.inf), 0, "holds NaN or infinity"),
+        (filled(1e38), 0, "cannot be joined with others in fp32"), (filled(1e20), 0, "cannot be joined with others"),
         (same, 8, "[8, 16] and the model's is [4, 16]"), (same, 1, "[1, 16] and the model's is [4, 16]"),
     ],
-    ids=["nan", "inf", "rank-8", "rank-1"],
+    ids=["nan", "inf", "huge", "large", "rank-8", "rank-1"],
 )  # fmt: skip
 def test_adapters_that_cannot_be_joined_are_refused(
     rule: str, spoil: Callable[[bytes], bytes], other_rank: int, words: str, tmp_path: Path

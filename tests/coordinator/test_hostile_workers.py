@@ -23,12 +23,14 @@ from potluck.coordinator.plan import Plan
 from potluck.coordinator.service import MAX_TRANSFERS
 from potluck.fleet.config import FleetConfig
 from potluck.fleet.roster import Roster
+from potluck.optim.inner import InnerConfig
 from potluck.protocol import pb, upload_purpose, version
 from potluck.protocol.frames import pack_chunk, pack_data
 from potluck.simulator.exact.problem import Problem
 from potluck.simulator.exact.world import World
 from potluck.strategies.diloco import DiLoCo, DiLoCoConfig
 from potluck.strategies.strategy import Strategy
+from potluck.strategies.zeroth_order import ZerothOrder, ZerothOrderConfig
 from potluck.transport.connection import Connection, Peer
 from potluck.transport.memory import Link
 from potluck.transport.objects import _crowd
@@ -161,16 +163,18 @@ def run_with(
     *,
     validate: bool = True,
     kind: type[Problem] = Problem,
+    strategy: Strategy | None = None,
     **fleet: Any,
 ) -> tuple[World, Liar]:
     """Two honest workers and the liar, to the end of a run of four rounds."""
+    strategy = strategy or DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=0.3))
     problem = kind(num_rounds=4, validate=validate)
     problem.fleet = FleetConfig(
         min_workers=2, no_progress_s=20.0, max_update_norm=50.0, quarantine_after=2, max_discarded_rounds=2, **fleet
     )
 
     async def main() -> tuple[World, Liar]:
-        world = virtual_world(problem, DiLoCo(DiLoCoConfig(num_inner_steps=2, min_reply_fraction=0.3)), folder)
+        world = virtual_world(problem, strategy, folder)
         await world.start()
         liar = Liar(world, folder / "liar", lie, spoil=spoil)
         lying = asyncio.create_task(liar.work())
@@ -252,6 +256,22 @@ def test_answers_have_at_least_one_token_and_at_most_all(
     world, liar = run_with(tmp_path, lie, validate=False, kind=Answers, balance=balance)
     assert world.last is not None and world.last.roster.members[liar.id].quarantined != is_believed
     assert {v.verdict for v in liar.verdicts} == ({"accepted"} if is_believed else {"refused"})
+
+
+class Plain(Problem):
+    """Steps as `zeroth_order` takes them."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, inner=InnerConfig(optimizer="sgd", weight_decay=0.0, batch_size=4))
+
+
+def test_a_result_without_the_text_that_its_task_declares_is_refused(tmp_path: Path) -> None:
+    strategy = ZerothOrder(ZerothOrderConfig(num_perturbations=2, num_local_steps=2, min_reply_fraction=0.3))
+    for number, lie in enumerate((honest, scalars(slopes=7))):
+        world, liar = run_with(tmp_path / str(number), lie, validate=False, kind=Plain, strategy=strategy)
+        assert world.last is not None and world.last.roster.members[liar.id].quarantined
+        assert {v.verdict for v in liar.verdicts} == {"refused"}
+        assert all("its slopes is" in v.reason and "must be text" in v.reason for v in liar.verdicts)
 
 
 def test_half_of_the_work_is_taken_for_half(tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ def test_they_add_up_to_the_dense_sum() -> None:
         assert torch.equal(vector.read(2, 9), vector.tensor()[2:9])
 
 
+def test_there_may_be_more_of_them_than_calls_within_calls() -> None:
+    """Rounds of rank 1 of a layer of 4096 x 4096 are 1024 before its matrix comes down."""
+    stack = {t.name: torch.ones(t.shape) for t in stack_layout(LAYOUT, 1)}
+    found = dict(with_stacks(LAYOUT, Vector.of(torch.zeros(LAYOUT.numel)), [stack] * 1500))
+    assert all(torch.equal(vector.tensor(), torch.full((vector.numel,), 1500.0)) for vector in found.values())
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [

@@ -14,7 +14,7 @@ from potluck.models.config import ModelConfig
 from potluck.models.export import model_card, save_model_dir
 from potluck.models.flat import FlatModel
 from potluck.models.loss import TokenLoss
-from potluck.types.errors import ModelError
+from potluck.types.errors import ModelError, ResourceError
 
 card = {
     "name": "demo",
@@ -77,7 +77,7 @@ def test_an_older_directory_is_replaced_as_a_whole(tmp_path: Path) -> None:
 def test_a_save_that_fails_leaves_the_older_directory(tmp_path: Path) -> None:
     target = tmp_path / "model"
     first = save(target, gpt2(), seed=1)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ResourceError, match=r"model cannot be written .*nowhere"):
         save_model_dir(target, gpt2(), first.params(), first.layout, tmp_path / "nowhere", card)
     with pytest.raises(ModelError, match="other tensors"):
         save_model_dir(target, gpt2(n_layer=1), first.params(), first.layout, None, card)

@@ -27,9 +27,15 @@ def test_what_stays_with_a_workers_owner_is_not_sent_whatever_the_coordinator_as
     layers = list(adapted_layers(replica.layout).values())
     a, b, whole = (part_of(layers, factors, 2) for factors in (of_a, of_b, of_a + of_b))
     first = Vector.of(initial_adapters(replica.layout, seed=3))
-    replica.feed(some_batches(1))
-    with pytest.raises(Refused, match=r"\S+lora_B\S+ stays with its owner; leave it out"):
-        inner.function(
-            replica, theta=[first.part(replica.layout.ranges(a))], parts=[a], keeps=b, rank=2, trains=whole,
-            sends=whole, begins_anew=False, num_steps=1, progress=(0.2, 0.5),
-        )  # fmt: skip
+    num = len(replica.layout.tensors)
+    from_the_end = tuple(i - num for i in b)
+    for sends, says in (
+        (whole, stays := r"\S+lora_B\S+ stays with its owner; leave it out"), ((), stays),
+        (from_the_end, f"tensor {from_the_end[0]} of a layout of {num} is asked for"),
+    ):  # fmt: skip
+        replica.feed(some_batches(1))
+        with pytest.raises(Refused, match=says):
+            inner.function(
+                replica, theta=[first.part(replica.layout.ranges(a))], parts=[a], keeps=b, rank=2, trains=whole,
+                sends=sends, begins_anew=False, num_steps=1, progress=(0.2, 0.5),
+            )  # fmt: skip

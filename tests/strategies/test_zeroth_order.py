@@ -183,6 +183,15 @@ def test_slopes_that_no_step_can_be_taken_by_cost_the_round_and_not_the_run() ->
         asyncio.run(strategy.run_round(strategy.init(facts), Steep(facts)))  # pyright: ignore[reportArgumentType]
 
 
+def test_a_pool_whose_sums_would_overflow_costs_the_round_and_not_the_run() -> None:
+    problem = problem_of()
+    problem.inner = plain.model_copy(update={"lr": 1.0, "schedule": "constant"})
+    facts, strategy = facts_of(problem), ZerothOrder(ZerothOrderConfig(num_perturbations=1, pool_size=1))
+    state = replace(strategy.init(facts), sums=packed([3e38], "<f8"))
+    with pytest.raises(RoundFailed, match=r"no step can be taken: the pool has the scalar 6\.\d+e\+38"):
+        asyncio.run(strategy.run_round(state, Steep(facts)))  # pyright: ignore[reportArgumentType]
+
+
 def test_rules_work_on_each_slope_and_slopes_are_clipped() -> None:
     sent = Replies(replies=tuple(reply(f"w{i}", packed([v])) for i, v in enumerate((1.0, 2.0, 3.0, 90.0, -50.0))))
     for rule, limit, expected in (
@@ -209,6 +218,8 @@ def facts_of(problem: Problem, **changes: Any) -> RunFacts:
         ({"aggregation": AggregationConfig(rule="geometric_median")}, {}, "joins slopes by mean, median, trimmed_mean"),
         ({"fleet": FleetConfig(balance="time")}, {}, "as many steps"),
         ({}, {"pool_size": 5}, "pool_size is 5 and a step takes 10 seeds"),
+        ({}, {"num_perturbations": 1024, "num_local_steps": 9}, "is 9216 and a worker may send 8192 slopes a round"),
+        ({}, {"num_perturbations": 1000, "history_rounds": 1049}, "set strategy.history_rounds to 1048 or less"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], config: dict[str, Any], reason: str) -> None:

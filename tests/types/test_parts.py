@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from potluck.storage.params import ParamStore
+from potluck.types.errors import Refused
 from potluck.types.params import Fragment, Layout, Params
 from potluck.types.vector import Vector
 
@@ -25,6 +27,14 @@ def test_no_numbers_and_all_numbers_are_the_whole() -> None:
     assert layout.part((0, 1, 2, 3)) is layout
     assert layout.ranges(()) == ((0, 10),)
     assert layout.numbers_of(["a", "b", "c", "d"]) == ()
+
+
+@pytest.mark.parametrize("place", [-1, 4, 1.0, "1", None])
+def test_a_place_that_is_none_is_refused(place: object) -> None:
+    """Minus one would be another name for the last."""
+    for read in (layout.part, layout.ranges):
+        with pytest.raises(Refused, match=f"tensor {place} of a layout of 4 is asked for; name 0 to 3"):
+            read([0, place])  # pyright: ignore[reportArgumentType]
 
 
 def test_part_handles_read_and_replace_slices_of_files(tmp_path: Path) -> None:

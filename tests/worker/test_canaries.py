@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from owners import Owned, problem_of, records
 from worlds import virtual_world
 
 from potluck.clock import run_virtual
 from potluck.coordinator.plan import ValidationConfig
-from potluck.data.canaries import CanaryConfig
+from potluck.data.canaries import Canaries, CanaryConfig
 from potluck.data.config import ReadOptions
 from potluck.data.prepare import prepare_private
 from potluck.data.stream import OwnSequences
@@ -133,11 +134,29 @@ def test_each_validation_is_told_to_the_owner_alone_also_after_a_restart(heard: 
     assert sum(shard[2] for shard in own["shards"]) == 20 and sum(shard[2] for shard in own["validation"]) == 5
 
 
+def test_a_line_that_a_kill_left_torn_costs_no_other(tmp_path: Path) -> None:
+    canaries = Canaries(shards=(), rows=torch.zeros(16, 3, dtype=torch.int64), count=1)
+    (tmp_path / EXPOSURES).write_bytes(b'{"round": 1, "mod')
+    for num_rounds in (2, 3):
+        CanaryWatch(canaries, tmp_path, lambda _: None).watching(
+            num_rounds, lambda rows: [0.0] * len(rows), batch_size=8
+        )()
+    torn, *whole = (tmp_path / EXPOSURES).read_text().splitlines()
+    assert torn == '{"round": 1, "mod' and [json.loads(line)["round"] for line in whole] == [2, 3]
+
+
 @pytest.mark.parametrize(
-    ("validation", "access", "says"), [(0.2, "private", ""), (0.0, "private", "none"), (0.0, "shared", "")]
+    ("validation", "access", "says"),
+    [
+        (0.2, "private", ""),
+        (0.0, "private", "none"),
+        (0.0, "shared", ""),
+        ("0", "private", "none"),
+        (0.2, "listed", "listed files"),
+    ],
 )
-def test_a_run_that_never_validates_an_owners_text_is_refused(
-    validation: float, access: str, says: str, tmp_path: Path
+def test_a_run_that_never_validates_private_text_is_refused(
+    validation: object, access: str, says: str, tmp_path: Path
 ) -> None:
     spec = problem_of(Owned, private=True, seq_len=64).begin(tmp_path).plan(FedAvg(FedAvgConfig())).spec
     options = {**spec.data_options, "validation": validation}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from worlds import virtual_world
 
 from potluck.cli.exporting import export_model
 from potluck.clock import run_virtual
+from potluck.coordinator.result import merge
 from potluck.lora.places import adapted_layers, part_of
 from potluck.models.adapters import initial_adapters
 from potluck.models.build import build
@@ -26,10 +28,10 @@ from potluck.simulator.exact.world import World
 from potluck.storage.objects import ObjectStore
 from potluck.strategies import fed_lora
 from potluck.strategies.fed_lora import OWN, FedLoRA, FedLoRAConfig
-from potluck.types.errors import PotluckError
+from potluck.types.errors import CorruptError, PotluckError, ResourceError
 from potluck.types.vector import Vector
 from potluck.worker.own_model import export_own
-from potluck.worker.replica import KEPT, TorchReplica
+from potluck.worker.replica import KEPT, TorchReplica, read_shape
 from potluck.worker.state import RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # which PEFT itself asks
@@ -127,7 +129,11 @@ def test_what_there_is_not_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(PotluckError, match="this worker keeps no adapters of its own of two-1"):
         export_own(tmp_path, "two", adapters=tmp_path / "own")
     run.save_version("w", {KEPT + OWN: torch.zeros(3)}, {})
-    with pytest.raises(PotluckError, match="has 3 parameters and the run has"):
+    with pytest.raises(PotluckError, match=r"has parameters \[3\] in torch.float32 and the run has 1536"):
+        export_own(tmp_path, "two", adapters=tmp_path / "own")
+    (path,) = [path for path in run.root.glob("local/*") if KEPT.encode() in path.read_bytes()]
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(PotluckError, match=r"cannot be read .* let it end another round"):
         export_own(tmp_path, "two", adapters=tmp_path / "own")
     (run.root / "run.json").write_text("{")
     with pytest.raises(PotluckError, match="join the run once more"):
@@ -136,3 +142,49 @@ def test_what_there_is_not_is_one_sentence(tmp_path: Path) -> None:
     for asked in ({}, {"adapters": tmp_path / "own"}):
         with pytest.raises(PotluckError, match="nothing is asked for: --merged DIR"):
             export_model(None, **{"merged": None, "adapters": None, "state": None, **asked}, say=print)
+
+
+def kept(folder: Path, own: Tensor | None = None) -> Path:
+    """A worker's folder with adapters of its own: as they begin, or these."""
+    spec, _ = adapted("llama", "fp32", folder)
+    layout, _ = read_shape(spec)
+    run = RunFolder(folder / "state" / "runs" / spec.run_id)
+    run.keep_description(spec.model_dump_json())
+    run.save_version("v", {KEPT + OWN: initial_adapters(layout, seed=3) if own is None else own}, {})
+    return folder / "state"
+
+
+def test_a_target_that_cannot_be_is_one_sentence_and_nothing_is_written(tmp_path: Path) -> None:
+    state, taken = kept(tmp_path), tmp_path / "taken"
+    taken.write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    before = sorted(tmp_path.iterdir())
+    for target, says in ((tmp_path / "link", "link exists; give a folder"), (taken, "taken exists; give a folder")):
+        with pytest.raises(PotluckError, match=says):
+            export_own(state, None, adapters=target)
+        with pytest.raises(PotluckError, match=says):
+            merge(tmp_path, target)
+    with pytest.raises(ResourceError, match=r"taken/in cannot be written .*; mend that, or choose another folder"):
+        export_own(state, None, adapters=taken / "in")
+    both = tmp_path / "both"
+    for adapters, merged in ((both, both), (both / "in", both), (both, both / "in")):
+        with pytest.raises(PotluckError, match="both is to hold two models"):
+            export_own(state, None, adapters=adapters, merged=merged)
+    assert sorted(tmp_path.iterdir()) == before and taken.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (lambda own: own.fill_(torch.nan), "hold NaN or infinity"), (lambda own: own.view(2, -1), "it is of another"),
+        (lambda own: own.bfloat16(), r"\[1536\] in torch.bfloat16 and the run has 1536 in torch.float32"),
+    ],
+)  # fmt: skip
+def test_a_state_that_is_no_adapters_is_one_sentence(
+    changed: Callable[[Tensor], Tensor], says: str, tmp_path: Path
+) -> None:
+    spec, _ = adapted("llama", "fp32", tmp_path)
+    state = kept(tmp_path, changed(initial_adapters(read_shape(spec)[0], seed=3)))
+    with pytest.raises(CorruptError, match=says):
+        export_own(state, None, adapters=tmp_path / "own")
+    assert not (tmp_path / "own").exists()

@@ -76,6 +76,7 @@ def test_an_empty_policy_restricts_nothing(tmp_path: Path) -> None:
         ("notes = 1", "notes is 1 and must be true or false"),
         ("notes", "is not TOML"),
         (b"\xff\xfe", "is not TOML"),
+        pytest.param("notes = " + "[" * 20_000, "is not TOML", id="deep"),
     ],
 )
 def test_what_is_not_understood_is_one_sentence(tmp_path: Path, text: str | bytes, says: str) -> None:

@@ -15,7 +15,9 @@ import pytest
 from potluck.optim.accounting import PrivateSteps
 from potluck.optim.dp_sgd import PrivacyConfig
 from potluck.types.errors import CorruptError, Refused
+from potluck.worker import privacy_ledger
 from potluck.worker.privacy_ledger import PrivacyLedger
+from potluck.worker.private_training import PrivateTraining
 
 config = PrivacyConfig(max_epsilon=8.0, delta=1e-5, noise_multiplier=1.0, clip=1.0)
 
@@ -58,7 +60,7 @@ def test_one_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     grown(tmp_path)
     whole = path_in(tmp_path).read_bytes()
     broken = [whole[:length] for length in range(len(whole))]
-    for changes in ({"steps": [[0, 0.1, 1.0]]}, {"steps": [[-3, 0.1, 1.0]]}, {"steps": [[3, 0.0, 1.0]]},
+    for changes in ({"steps": [[0, 0.1, 1.0]]}, {"steps": [[-3, 0.1, 1.0]]}, {"steps": []}, {"steps": [[3, 0.0, 1.0]]},
                     {"steps": [[3, 0.1, float("inf")]]}, {"steps": [[3, 0.1, float("nan")]]}, {"steps": 3},
                     {"steps": [[1.5, 0.1, 1.0]]}, {"delta": 2.0}, {"max_epsilon": None}):  # fmt: skip
         broken.append(json.dumps({**json.loads(whole), **changes}).encode())
@@ -66,6 +68,40 @@ def test_one_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         path_in(tmp_path).write_bytes(content)
         with pytest.raises(CorruptError, match="cannot be read"):
             opened(tmp_path)
+
+
+def test_one_that_does_not_know_the_state_to_go_on_from_is_an_older_copy(tmp_path: Path) -> None:
+    """Also where the whole folder is one: the coordinator names what the worker has made since."""
+
+    def goes_on(state: str, content: bytes) -> None:
+        path_in(tmp_path).write_bytes(content)
+        PrivateTraining(config, opened(tmp_path), num_records=40, batch_size=4).require_ledger(state)
+
+    written: list[bytes] = []
+    for after, made in (("", "1"), ("1", "2"), ("1", "2 again")):
+        ledger = grown(tmp_path, num_steps=1)
+        ledger.add_state(made, after=after)
+        written.append(path_in(tmp_path).read_bytes())
+    for state in ("", "1", "2", "2 again"):
+        goes_on(state, written[-1])
+    for state, content in (("2", written[0]), ("2 again", written[1])):
+        with pytest.raises(
+            CorruptError, match=f"its state {state}, of which its ledger .* an older copy; put the newest"
+        ):
+            goes_on(state, content)
+    before_names_were_kept = {name: value for name, value in json.loads(written[1]).items() if name != "states"}
+    goes_on("2 again", json.dumps(before_names_were_kept).encode())
+
+
+def test_the_state_that_rounds_go_on_from_is_known_however_often_they_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(privacy_ledger, "num_states", 4)
+    ledger = grown(tmp_path)
+    for number in range(9):
+        ledger.add_state(f"try {number}", after="good")
+    ledger = opened(tmp_path)
+    assert ledger.knows("good") and ledger.knows("try 8") and not ledger.knows("try 0")
 
 
 @pytest.mark.parametrize("changes", [{"max_epsilon": 9.0}, {"delta": 2e-5}])

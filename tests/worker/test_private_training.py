@@ -268,11 +268,28 @@ def test_what_goes_on_from_private_steps_needs_their_ledger(tmp_path: Path) -> N
     assert not folder.has_states
     trainer.keep(lease, Samples())
     assert folder.has_states
+    ledger = PrivacyLedger.open(PrivacyLedger.path(tmp_path, "r"), config, has_begun=True)
+    assert ledger.knows("1") and not ledger.knows("2")
     assert notes[-1].startswith("privacy: epsilon ") and "at delta 1e-05 is spent, in 1 steps" in notes[-1]
     PrivacyLedger.path(tmp_path, "r").unlink()
     afresh = Trainer(ready(tmp_path), folder, notes.append)
     with pytest.raises(CorruptError, match="its ledger of spent privacy counts no step"):
         afresh.prepare(pb.Lease(kind="pinned", base_version="1", next_version="2"), Samples(), pinned=True)
+
+
+def test_a_ledger_that_is_older_than_the_state_is_not_gone_on_with(tmp_path: Path) -> None:
+    """A copy of it was put back: what the steps since have spent would be spent once more."""
+    replica, path = ready(tmp_path), PrivacyLedger.path(tmp_path, "r")
+    replica.train_step(progress=0.5)
+    older = path.read_bytes()
+    replica.train_step(progress=0.5)
+    state = replica.local_state()
+    path.write_bytes(older)
+    later = ready(tmp_path)
+    later.restore_local_state(*state)
+    with pytest.raises(CorruptError, match="has had 2 private steps and its ledger of spent privacy counts 1: it is"):
+        later.train_step(progress=0.5)
+    assert path.read_bytes() == older
 
 
 def test_a_worker_opens_what_it_has_or_refuses(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ to guess, or about what a coordinator reads from single updates ([security](secu
 few canaries give a rough figure. They do not count for `min_examples`, nothing of what is measured leaves, and held-out
 losses are of your text alone. But they are trained on like any text: updates contain what was learned of them, the
 tokens told include theirs, and validations take longer. A run that holds out none of its owners' text, such as one with
-differential privacy, is refused, since it never validates.
+differential privacy, is refused, since it never validates; so is one on listed files, which are the same for all.
 
 ## Digests
 

@@ -16,7 +16,7 @@ from potluck.coordinator.frozen import TOKENIZER, Frozen
 from potluck.coordinator.plan import Plan
 from potluck.coordinator.prepare import stored_recipe
 from potluck.models.config import BaseFiles, ModelConfig
-from potluck.models.export import model_card, save_model_dir
+from potluck.models.export import check_targets, model_card, save_model_dir
 from potluck.storage.digest import file_name
 from potluck.types.errors import PotluckError
 from potluck.types.ids import Digest
@@ -48,8 +48,7 @@ def leave_model(
 
 def merge(run_dir: Path, target: Path) -> None:
     """Write the whole model that a run's adapters and its base make. Blocks. PotluckError with what is wrong."""
-    if target.exists():
-        raise PotluckError(f"{target} exists; give a folder that does not")
+    check_targets(target)
     recipe, frozen = stored_recipe(run_dir), Frozen.load(run_dir)
     if recipe.model.adapter is None or frozen is None or frozen.base is None:
         raise PotluckError(f"the run in {run_dir} trains whole weights and there is nothing to merge; copy {MODEL}")

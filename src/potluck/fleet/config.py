@@ -35,7 +35,9 @@ class FleetConfig(BaseModel):
         gt=0,
         description="seconds of a worker's first quarantine; each next one is twice as long",
     )
-    max_update_norm: float = Field(default=0.0, ge=0, description="largest L2 norm of an update; 0 for no limit")
+    max_update_norm: float = Field(
+        default=0.0, ge=0, description="largest L2 norm of an update; 0 for no limit below 1e18"
+    )
     snapshot_every_steps: int = Field(
         default=0,
         ge=0,

@@ -250,6 +250,9 @@ class Intake:
         for name in sorted(needed):
             if not is_number(scalars.get(name)):
                 raise Refused(f"its {name} is {scalars.get(name)!r} and must be a number")
+        for name in function.texts if function else ():
+            if not isinstance(scalars.get(name), str):
+                raise Refused(f"its {name} is {scalars.get(name)!r} and must be text")
         if (weight := lease.expects.weight if lease.expects else "") and not scalars[weight] > 0:
             raise Refused(f"its weight {weight} is {scalars[weight]}, not a positive number")
         self._check_tokens(lease.message, scalars.get("num_tokens", 0), int(lease.units))

@@ -2,7 +2,7 @@
 
     M_t = M_0 + sum_j B_j A_j      A_j [R_j, k], B_j [d, R_j], R_j the sum of the ranks of round j
 
-Who has M_0 and these adds them up: the same sum as `with_product` makes round by round, but for rounding in fp32.
+Who has M_0 and these adds them up: the same sum as `with_products` makes round by round, but for rounding in fp32.
 
     LAYER.lora_A.stack [R, k]      LAYER.lora_B.stack [d, R]
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from potluck.lora.factors import Factors
-from potluck.lora.merged import with_product
+from potluck.lora.merged import with_products
 from potluck.lora.places import adapted_layers
 from potluck.types.errors import InvalidUpdate
 from potluck.types.params import Layout
@@ -44,15 +44,12 @@ def with_stacks(layout: Layout, before: Vector, stacks: Sequence[Stack]) -> Iter
     """
     places = {name: layer.merged for name, layer in adapted_layers(layout).items() if layer.merged is not None}
     for name, shape in _shapes(layout):
-        merged = before.part(layout.ranges([places[name]]))
-        for stack in stacks:
-            factors = _factors(stack, name)
-            if factors.shape != shape:
-                raise InvalidUpdate(
-                    f"what was merged into {name[:200]} is of a weight {list(factors.shape)} and that is {list(shape)}"
-                )
-            merged = with_product(merged, factors)
-        yield places[name], merged
+        added = [_factors(stack, name) for stack in stacks]
+        if odd := next((each for each in added if each.shape != shape), None):
+            raise InvalidUpdate(
+                f"what was merged into {name[:200]} is of a weight {list(odd.shape)} and that is {list(shape)}"
+            )
+        yield places[name], with_products(before.part(layout.ranges([places[name]])), *added)
 
 
 def _factors(stack: Stack, name: str) -> Factors:

@@ -11,9 +11,11 @@ It is written beside its place and then renamed, so a directory of that name is 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from potluck.models.build import skeleton
 from potluck.models.flat import layout_of
 from potluck.models.tensor_file import Stored, write_tensor_file
 from potluck.storage.files import fsync_folder
-from potluck.types.errors import ModelError
+from potluck.types.disk import full_disk_named
+from potluck.types.errors import ModelError, PotluckError, ResourceError
 from potluck.types.params import Layout
 
 
@@ -50,16 +53,32 @@ def save_model_dir(
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `path` at the end of the block, or is gone if that fails."""
+    """A folder to write into, which takes the place of `path` at the end of the block, or is gone if that fails.
+
+    ResourceError where it cannot be written.
+    """
     scratch, before = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
-    for leftover in (scratch, before):
-        shutil.rmtree(leftover, ignore_errors=True)
-    scratch.mkdir(parents=True)
     try:
-        yield scratch
-        _put_in_place(scratch, path, before)
+        with full_disk_named(path):
+            for leftover in (scratch, before):
+                shutil.rmtree(leftover, ignore_errors=True)
+            scratch.mkdir(parents=True)
+            yield scratch
+            _put_in_place(scratch, path, before)
+    except OSError as error:
+        raise ResourceError(f"{path} cannot be written ({error}); mend that, or choose another folder") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_targets(*folders: Path | None) -> None:
+    """PotluckError unless there is nothing of these names, and none is in another."""
+    given = [folder for folder in folders if folder is not None]
+    if taken := next((folder for folder in given if os.path.lexists(folder)), None):
+        raise PotluckError(f"{taken} exists; give a folder that does not")
+    for one, other in permutations(given, 2):
+        if one.absolute() in (other.absolute(), *other.absolute().parents):
+            raise PotluckError(f"{one} is to hold two models, one of them in {other}; give each a folder of its own")
 
 
 def write_surroundings(folder: Path, tokenizer_dir: Path | None, readme: str) -> None:

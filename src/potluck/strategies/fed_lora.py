@@ -44,7 +44,7 @@ from torch import Tensor
 from potluck.codecs.delta import WHOLE
 from potluck.lora.change import change_of
 from potluck.lora.factors import Factors
-from potluck.lora.merged import with_product
+from potluck.lora.merged import with_products
 from potluck.lora.places import AdaptedLayer, Factor, adapted_layers, factors_in, part_of, placed
 from potluck.lora.ro_lora import moving
 from potluck.lora.stacks import Stack, stacked, with_stacks
@@ -165,7 +165,7 @@ def inner(
         replica.prefer(beta=beta)
     if begins_anew:
         replica.forget_moments()
-    if own := {*keeps} & {*sends}:
+    if own := {*keeps} & {*(sends or range(len(replica.layout.tensors)))}:
         raise Refused(
             f"{replica.layout.tensors[min(own)].name[:200]} stays with its owner; leave it out of what is sent"
         )
@@ -484,7 +484,7 @@ class FedLoRA:
                 if layer.merged is not None:
                     assert change.merged is not None, "a rule with matrices for what is merged merges each round"
                     added.append(change.merged)
-                    found[layer.merged] = with_product(before.part(layout.ranges([layer.merged])), change.merged)
+                    found[layer.merged] = with_products(before.part(layout.ranges([layer.merged])), change.merged)
         pieces = [(layout.ranges([i]), vector) for i, vector in found.items()]
         made = {"params": Vector.joined(layout.numel, pieces)}
         return Result({}, {**made, "stack": Vector.of(stacked(added))} if is_stacked else made)

@@ -52,6 +52,11 @@ from potluck.types.vector import Vector
 _theta = "theta"
 """Of a worker's pinned state: the parameters before the last round it took part in."""
 
+most_slopes = 8192
+"""Of a worker in a round: what the text of its result holds."""
+most_replayed = 1 << 20
+"""Slopes, each with its seed, that a worker is sent with one task to catch up by: 29 MB of a message's 64."""
+
 
 class ZerothOrderConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -212,6 +217,18 @@ class ZerothOrder:
                 f"workers of zeroth_order replay steps from parameters that are exact; codec.down is "
                 f"{run.down_codec!r}: set it to 'fp32'"
             )
+        num_slopes = config.num_perturbations * config.num_local_steps
+        if num_slopes > most_slopes:
+            raise RecipeError(
+                f"strategy.num_perturbations times num_local_steps is {num_slopes} and a worker may send {most_slopes} "
+                "slopes a round: lower one of the two"
+            )
+        if num_slopes * config.history_rounds > most_replayed:
+            raise RecipeError(
+                f"a worker that missed {config.history_rounds} rounds of {num_slopes} slopes would be sent more than "
+                f"the {most_replayed} that a message holds: set strategy.history_rounds to "
+                f"{most_replayed // num_slopes} or less"
+            )
         if 0 < config.pool_size < config.num_perturbations:
             raise RecipeError(
                 f"strategy.pool_size is {config.pool_size} and a step takes {config.num_perturbations} seeds: raise it"
@@ -242,6 +259,7 @@ class ZerothOrder:
         round = Round(number=now, lr=lr, slopes=slopes)
         try:
             steps = round.steps(seeds)
+            sums = self._sums(state, run, steps)
         except InvalidUpdate as error:
             raise RoundFailed(f"no step can be taken: {error}") from error
         (params,) = await fleet.apply(take, state.params, steps=steps)
@@ -251,7 +269,7 @@ class ZerothOrder:
             params=params,
             held=self._held(state, caught_up),
             history=(*state.history, round.to_json())[-config.history_rounds :],
-            sums=self._sums(state, run, steps),
+            sums=sums,
             round=now + 1,
             tokens=state.tokens + num_tokens,
             loss=got.sum("loss_sum") / num_tokens,

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
+from potluck.types.errors import Refused
+
 type_bytes = 4  # the flat model is fp32
 
 
@@ -69,20 +71,30 @@ class Layout:
                 yield tensor, low, high
 
     def part(self, numbers: Sequence[int]) -> Layout:
-        """Some of the tensors, by their places in this layout, one after another; all of them where none is named."""
+        """Some of the tensors, by their places in this layout, one after another; all of them where none is named.
+
+        Refused where there is no such place, as for `ranges`.
+        """
         if not numbers or list(numbers) == list(range(len(self.tensors))):
             return self
-        return Layout.of([(self.tensors[i].name, self.tensors[i].shape) for i in numbers])
+        return Layout.of([(tensor.name, tensor.shape) for tensor in self._at(numbers)])
 
     def ranges(self, numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Where the elements of `part(numbers)` are in the whole vector, in the part's order: [start, stop) each."""
         found: list[tuple[int, int]] = []
-        for tensor in [self.tensors[i] for i in numbers] if numbers else self.tensors:
+        for tensor in self._at(numbers):
             if found and found[-1][1] == tensor.offset:
                 found[-1] = (found[-1][0], tensor.stop)
             else:
                 found.append((tensor.offset, tensor.stop))
         return tuple(found)
+
+    def _at(self, numbers: Sequence[int]) -> Sequence[TensorSpec]:
+        """Places may come from a network, and one that counts from the end would be another name for a tensor."""
+        num = len(self.tensors)
+        if odd := [i for i in numbers if not isinstance(i, int) or not 0 <= i < num]:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise Refused(f"tensor {str(odd[0])[:50]} of a layout of {num} is asked for; name 0 to {num - 1}")
+        return [self.tensors[i] for i in numbers] if numbers else self.tensors
 
     def numbers_of(self, names: Sequence[str]) -> tuple[int, ...]:
         """The places of the tensors with these names. KeyError for a name that this layout does not have."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,12 +61,20 @@ class CanaryWatch:
         most = math.log2(len(self.canaries.rows) - self.canaries.count + 1)
         line = {"round": num_rounds, "model": model, "exposures": exposures, "most": most}
         try:
-            with (self._folder / EXPOSURES).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            _append(self._folder / EXPOSURES, json.dumps(line).encode() + b"\n")
         except OSError as error:  # the owner reads the sentence, and the task goes on
             self._told(f"{self._folder / EXPOSURES} cannot be written ({error.strerror or error})")
         whose = "the run's model" if model == "shared" else "this worker's own model"
         self._told(f"canaries after round {num_rounds}: {whose} has {exposure_sentence(exposures, most)}")
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Also after a line that a process which was killed left torn."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read() == b"\n" else b"\n" + line
+        file.write(line)
 
 
 def exposure_sentence(exposures: list[float], most: float) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from potluck.models.adapter_export import Adapters, save_adapter_dir, save_merged_dir, whole_change
 from potluck.models.adapters import pairs
-from potluck.models.export import model_card
+from potluck.models.export import check_targets, model_card
 from potluck.storage.digest import check_digest, file_name
 from potluck.strategies.fed_lora import OWN
 from potluck.strategies.run import RunSpec
@@ -30,8 +31,7 @@ def export_own(state_dir: Path, run: str | None, *, adapters: Path | None = None
 
     Blocks; a worker at work is not disturbed. PotluckError with what is wrong.
     """
-    if taken := next((path for path in (adapters, merged) if path is not None and path.exists()), None):
-        raise PotluckError(f"{taken} exists; give a folder that does not")
+    check_targets(adapters, merged)
     run_dir = _found(state_dir, run)
     spec, vector = _description(run_dir), _newest(run_dir)
     if spec.adapter is None or spec.base is None or vector is None:
@@ -40,8 +40,16 @@ def export_own(state_dir: Path, run: str | None, *, adapters: Path | None = None
             'method keeps none (strategy.personal = true and rule "fed_sa" do)'
         )
     layout, _ = read_shape(spec)
-    if vector.numel() != layout.numel:
-        raise CorruptError(f"the state in {run_dir} has {vector.numel()} parameters and the run has {layout.numel}")
+    if (list(vector.shape), vector.dtype) != ([layout.numel], torch.float32):
+        raise CorruptError(
+            f"the state in {run_dir} has parameters {list(vector.shape)} in {vector.dtype} and the run has "
+            f"{layout.numel} in {torch.float32}; it is of another run"
+        )
+    if not torch.isfinite(vector).all():
+        raise CorruptError(
+            f"the adapters in {run_dir} hold NaN or infinity, so that no model can be made of them; wait for a round "
+            "that trains them anew"
+        )
     tokenizer = run_dir / TOKENIZER if (run_dir / TOKENIZER).is_dir() else None
     card = {"name": spec.name, "run": spec.run_id, "adapters": "of one worker, which they stay with"}
     if adapters is not None:
@@ -90,7 +98,9 @@ def _newest(run_dir: Path) -> Tensor | None:
         except FileNotFoundError:
             continue
         except (OSError, SafetensorError) as error:
-            raise CorruptError(f"the worker's state {path} cannot be read: {error}") from error
+            raise CorruptError(
+                f"the worker's state {path} cannot be read ({error}); let it end another round, which writes a new one"
+            ) from error
     return None
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from potluck.data.canaries import CanaryConfig
+from potluck.data.config import ReadOptions
 from potluck.storage.digest import check_digest
 from potluck.strategies.privacy import guarantee
 from potluck.strategies.registry import shipped
@@ -161,8 +162,15 @@ class Policy(BaseModel):
         return f"{asked} and the run guarantees epsilon {given.epsilon:g} at delta {given.delta:g}"
 
     def _of_canaries(self, spec: RunSpec) -> str:
-        is_validated = spec.privacy is None and spec.data_options.get("validation") != 0
-        if self.canaries is None or spec.data_access != "private" or is_validated:
+        if self.canaries is None or spec.data_access == "shared":
+            return ""
+        if spec.data_access == "listed":
+            return "the policy's canaries are planted among private text, and this run trains on listed files"
+        try:
+            share = ReadOptions.model_validate(spec.data_options).validation
+        except ValueError:
+            share = 0.0  # such a run will not begin
+        if share and spec.privacy is None:
             return ""
         return (
             "the policy's canaries are measured when a run validates, and this one holds out none of its owners' text"
@@ -205,7 +213,7 @@ def load_policy(path: Path) -> Policy:
         raise PotluckError(
             f"the policy {path} cannot be read ({error.strerror or error}); nothing was contacted"
         ) from error
-    except ValueError as error:  # neither UTF-8 nor TOML
+    except (ValueError, RecursionError) as error:  # neither UTF-8 nor TOML
         raise PotluckError(f"the policy {path} is not TOML: {error}; mend it") from error
     try:
         return Policy.model_validate_json(json.dumps(value, default=str), strict=True)

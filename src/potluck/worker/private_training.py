@@ -18,6 +18,7 @@ from potluck.optim import accounting, dp_sgd
 from potluck.optim.dp_sgd import PrivacyConfig, RandomBytes
 from potluck.strategies.run import RunSpec
 from potluck.types.errors import CorruptError, DataError, PrivacySpent, Refused
+from potluck.types.untrusted import printable
 from potluck.worker.privacy_ledger import PrivacyLedger
 
 
@@ -89,11 +90,24 @@ class PrivateTraining:
         )
 
     def require_ledger(self, version: str) -> None:
-        """CorruptError where a task goes on from a state, which private steps have made, and none is counted here."""
+        """CorruptError where a task goes on from a state, which private steps have made, and these are not counted."""
         if version and not self.ledger.num_steps:
             raise CorruptError(
                 "this worker is to go on from what it trained and its ledger of spent privacy counts no step; restore "
                 "its state folder from a copy, or join no more"
+            )
+        if version and not self.ledger.knows(version):
+            raise CorruptError(
+                f"this worker is to go on from its state {printable(version, 100)}, of which its ledger of privacy "
+                "knows nothing: it is an older copy; put the newest one back, or join no more"
+            )
+
+    def require_counted(self, num_steps: int) -> None:
+        """CorruptError where the state at hand has had more private steps than the ledger, an older one, counts."""
+        if num_steps > self.ledger.num_steps:
+            raise CorruptError(
+                f"this worker's state has had {num_steps:,} private steps and its ledger of spent privacy counts "
+                f"{self.ledger.num_steps:,}: it is an older copy; put the newest one back, or join no more"
             )
 
     # A step

@@ -292,6 +292,7 @@ class TorchReplica:
         """As a step, but for what tells of records: `inner.clip` is that of each record, and no loss is looked at."""
         started = self._now()
         self._stop_if_cancelled()
+        private.require_counted(self._num_steps)
         sample = next(self._source, None)
         if sample is None:
             raise DataError("a private step needs records of this machine's own and was given none; check the recipe")

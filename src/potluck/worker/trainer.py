@@ -171,6 +171,8 @@ class Trainer:
             self._resumable.settle()
         if not lease.next_version:
             return
+        if self._replica.private is not None:
+            self._replica.private.ledger.add_state(lease.next_version, after=lease.base_version)
         tensors, scalars = self._replica.local_state()
         self._cursor = source.cursor
         self._folder.save_version(lease.next_version, tensors, {**scalars, "cursor": self._cursor})
