@@ -100,7 +100,7 @@ def test_runs_that_were_recorded_are_not_done_again(tmp_path: Path) -> None:
     assert found is not None and (found.loss, found.curve, found.utilisation) == (3.0, done.curve, 0.5)
     assert again.get(jobs[1].settings) is None and again.get(replace(jobs[0], lr=2e-3).settings) is None
     again.add(jobs[1].settings, done)
-    assert list(again.completed(NoPool(), pytest.fail, jobs, told=pytest.fail)) == jobs
+    assert list(again.completed(NoPool(), pytest.fail, jobs, told=pytest.fail, before=pytest.fail)) == jobs
 
 
 def test_a_run_that_came_apart_is_the_worst_and_spoils_no_picture() -> None:

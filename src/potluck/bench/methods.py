@@ -143,7 +143,7 @@ methods: dict[str, Method] = {
     "fed_avg, momentum": _fed_avg(options={"num_inner_steps": 20, "outer_lr": 0.7, "outer_momentum": 0.3}),
     "fed_avg, proximal": _fed_avg(options={"num_inner_steps": 20, "proximal": 0.01}),
     "fed_avg, Adam": _fed_avg(
-        options={"num_inner_steps": 16, "outer": "adam", "outer_lr": 0.03, "betas": (0.3, 0.99), "tau": 0.02}
+        options={"num_inner_steps": 16, "outer": "adam", "outer_lr": 0.06, "betas": (0.0, 0.999), "tau": 0.03}
     ),
     "fed_avg, Yogi": _fed_avg(options={"num_inner_steps": 16, "outer": "yogi", "outer_lr": 0.025, **_adaptive}),
     "fed_avg, Adagrad": _fed_avg(options={"num_inner_steps": 20, "outer": "adagrad", "outer_lr": 0.06, **_adaptive}),
@@ -233,12 +233,17 @@ def bench_methods(
     with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=place) as folder, job_pool(processes) as pool:
 
         def complete(jobs: Sequence[Job]) -> dict[Job, Trained]:
-            return records.completed(pool, _run, jobs, told=lambda job, trained: told(_line(job, trained)))
+            return records.completed(
+                pool, _run, jobs, told=lambda job, trained: told(_line(job, trained)), before=partial(warm, jobs[0].seed)
+            )
+
+        def warm(seed: int) -> None:
+            if not _start(Path(folder), seed).exists():
+                loss = pool.submit(_warm, Path(folder), seed).result()
+                told(f"seed {seed}: the common start has {loss:.4f} ({time.monotonic() - began:.0f} s)")
 
         for seed in range(first_seed, first_seed + seeds):
             job = partial(Job, seed=seed, folder=Path(folder), fleet=fleet)
-            start = pool.submit(_warm, Path(folder), seed).result()
-            told(f"seed {seed}: the common start has {start:.4f} ({time.monotonic() - began:.0f} s)")
             if seed == first_seed:
                 short = [
                     job(method=name, lr=lr, num_steps=num_steps // 2)
@@ -277,6 +282,11 @@ def _lab(folder: Path, seed: int) -> Lab:
     return Lab(sizes, own, seed, cache_dir=folder / "cache")
 
 
+def _start(folder: Path, seed: int) -> Path:
+    """Where the common start is kept."""
+    return folder / f"start-{seed}"
+
+
 def _warm(folder: Path, seed: int) -> float:
     """Train the common start; its validation loss."""
     lab = _lab(folder, seed)
@@ -284,13 +294,13 @@ def _warm(folder: Path, seed: int) -> float:
         SyncSGD(SyncSGDConfig()), lab.start(), workers=num_workers, num_steps=sizes.num_warm_steps, lr=sizes.warm_lr,
         data_seed=seed * 10 + 1,
     )  # fmt: skip
-    save_file({"params": trained.params}, folder / f"start-{seed}")
+    save_file({"params": trained.params}, _start(folder, seed))
     return trained.loss
 
 
 def _run(job: Job) -> Trained:
     method, lab = methods[job.method], _lab(job.folder, job.seed)
-    start = load_file(job.folder / f"start-{job.seed}")["params"]
+    start = load_file(_start(job.folder, job.seed))["params"]
     model_bytes, workers = 4.0 * start.numel(), method.workers
     if job.fleet:
         conditions = _at_sites(method, job.fleet, seed=job.seed, model_bytes=model_bytes)

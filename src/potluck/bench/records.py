@@ -78,11 +78,18 @@ class Records:
             self._is_whole = True
 
     def completed(
-        self, pool: Executor, run: Callable[[J], Trained], jobs: Sequence[J], *, told: Callable[[J, Trained], None]
-    ) -> dict[J, Trained]:
-        """The results of all jobs, in their order: what is not kept is done in the pool, and `told` hears of it."""
+        self, pool: Executor, run: Callable[[J], Trained], jobs: Sequence[J], *, told: Callable[[J, Trained], None],
+        before: Callable[[], None] = lambda: None,
+    ) -> dict[J, Trained]:  # fmt: skip
+        """The results of all jobs, in their order: what is not kept is done in the pool, and `told` hears of it.
+
+        `before` makes what jobs need, if any is to be done.
+        """
         done = {job: trained for job in jobs if (trained := self.get(job.settings)) is not None}
-        running = {pool.submit(run, job): job for job in jobs if job not in done}
+        missing = [job for job in jobs if job not in done]
+        if missing:
+            before()
+        running = {pool.submit(run, job): job for job in missing}
         for future in as_completed(running):
             job, trained = running[future], future.result()
             told(job, trained)
