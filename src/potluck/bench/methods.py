@@ -233,9 +233,7 @@ def bench_methods(
     with tempfile.TemporaryDirectory(prefix="potluck-bench-", dir=place) as folder, job_pool(processes) as pool:
 
         def complete(jobs: Sequence[Job]) -> dict[Job, Trained]:
-            return records.completed(
-                pool, _run, jobs, told=lambda job, trained: told(_line(job, trained)), before=partial(warm, jobs[0].seed)
-            )
+            return records.completed(pool, _run, jobs, told=partial(_say, told), before=partial(warm, jobs[0].seed))
 
         def warm(seed: int) -> None:
             if not _start(Path(folder), seed).exists():
@@ -271,8 +269,8 @@ def bench_methods(
     return figures
 
 
-def _line(job: Job, trained: Trained) -> str:
-    return f"seed {job.seed}: {job.method}, lr {job.lr:g}, {job.num_steps} steps: {trained.loss:.4f}"
+def _say(told: Callable[[str], None], job: Job, trained: Trained) -> None:
+    told(f"seed {job.seed}: {job.method}, lr {job.lr:g}, {job.num_steps} steps: {trained.loss:.4f}")
 
 
 def _lab(folder: Path, seed: int) -> Lab:
