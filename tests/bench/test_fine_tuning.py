@@ -180,7 +180,7 @@ def test_the_best_rate_of_the_first_seed_is_that_of_every_other(monkeypatch: pyt
     assert (figures["pooled lr"], figures["fed_it lr"], figures["fed_it progress"]) == (2e-3, 1e-3, 1.0)
     assert figures["pooled loss_nats_of_seeds"] == [1.1, 1.2] and len(told) == 6
     with pytest.raises(
-        PotluckError, match=r"there is no method 'fed_afg'; did you mean 'fed_avg'\? there are pooled; windows alone"
+        PotluckError, match=r"there is no method 'fed_afg'; did you mean 'fed_sa'\? there are pooled; windows alone"
     ):
         bench_fine_tuning(only="fed_afg")
     with pytest.raises(PotluckError, match="--lrs is '1e-3,2e-3' and not rates between semicolons"):

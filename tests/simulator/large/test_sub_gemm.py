@@ -179,6 +179,13 @@ def test_a_chart_of_many_points_in_a_narrow_range_has_round_marks() -> None:
     assert {"4", "5"} <= set(texts) and "200" in texts and "107" not in texts
 
 
+def test_no_two_lines_of_a_chart_look_alike() -> None:
+    lines = tuple(Line(name=str(i), points=((1.0, 2.0), (2.0, 3.0))) for i in range(18))
+    root = ElementTree.fromstring(charts_svg([Chart(title="", x_name="s", y_name="nats", lines=lines)]))
+    drawn = [{**e.attrib, "points": ""} for e in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert len(drawn) == 18 and len({tuple(sorted(each.items())) for each in drawn}) == 18
+
+
 def test_charts_are_drawn_to_scale() -> None:
     chart = Chart(
         title="time & <devices>", x_name="devices", y_name="seconds",
@@ -194,5 +201,5 @@ def test_charts_are_drawn_to_scale() -> None:
     assert places[0][0] < places[1][0] < places[2][0] and places[0][1] < places[1][1] < places[2][1]
     assert places[1][0] - places[0][0] == pytest.approx(places[2][0] - places[1][0], abs=0.2)
     assert places[1][1] - places[0][1] == pytest.approx(places[2][1] - places[1][1], abs=0.2)
-    other = list(root.iter(f"{space}circle"))[3]
+    other = list(root.iter(f"{space}circle"))[4]  # after the key's own mark
     assert float(other.attrib["cy"]) == pytest.approx(places[1][1], abs=0.1)

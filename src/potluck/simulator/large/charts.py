@@ -1,4 +1,7 @@
-"""Lines on logarithmic axes as SVG: time and bytes against the number of devices, and times of recovery."""
+"""Lines on logarithmic axes as SVG: time and bytes against the number of devices, and times of recovery.
+
+Lines beyond the number of colours are dotted, with hollow marks.
+"""
 
 from __future__ import annotations
 
@@ -65,15 +68,22 @@ def _chart(chart: Chart) -> list[str]:
         f"{escape(chart.y_name)}</text>"
     )
     for number, line in enumerate(chart.lines):
-        colour = colours[number % len(colours)]
-        dashes = ' stroke-dasharray="5 4"' if line.is_dashed else ""
+        colour, is_second = colours[number % len(colours)], number >= len(colours)
+        dashes = f' stroke-dasharray="{"5 4" if line.is_dashed else "1 3"}"' if line.is_dashed or is_second else ""
+        fill = "white" if is_second else colour
         places = [(across.at(x), up.at(y)) for x, y in sorted(line.points)]
         joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="1.8"{dashes}/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{colour}"/>' for x, y in places]
-        y, x = top_px + 16 * number, width_px - right_px + 14
-        parts.append(f'<line x1="{x}" y1="{y}" x2="{x + 18}" y2="{y}" stroke="{colour}" stroke-width="2"{dashes}/>')
-        parts.append(f'<text x="{x + 24}" y="{y + 4}">{escape(line.name)}</text>')
+        key_y, key_x = top_px + 16 * number, width_px - right_px + 14
+        parts.append(
+            f'<line x1="{key_x}" y1="{key_y}" x2="{key_x + 18}" y2="{key_y}" stroke="{colour}" '
+            f'stroke-width="2"{dashes}/>'
+        )
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{fill}" stroke="{colour}"/>'
+            for x, y in [*places, (key_x + 9, key_y)]
+        ]
+        parts.append(f'<text x="{key_x + 24}" y="{key_y + 4}">{escape(line.name)}</text>')
     return parts
 
 
